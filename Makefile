@@ -1,0 +1,94 @@
+# make train   from nothing to a trained network, with a picture of its schedule
+# make test    lint, types, tests and the wheel: all that CI runs
+#
+# Both make $(VENV) if it is absent and install the pinned versions; a second run installs nothing.
+# On a machine without a GPU, take the small torch:
+#   make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+
+# the main job
+MODEL ?= resnet110-v2
+STAGES ?= 4
+TIMES ?= 2
+STEPS ?= 20
+OUT ?= runs/train
+TRAIN_FLAGS ?=
+
+PY := $(VENV)/bin/python
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed-dev
+WHEEL := dist/check
+
+# The environment variables reach the build of the package itself, which `-c` does not: the first
+# is read by pip up to 25.2, the second by later ones.
+PIP_INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check lint format types unit wheel clean
+
+help:
+	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+
+train: $(RUN)
+	$(VENV)/bin/gems train --model $(MODEL) --split-size $(STAGES) --times $(TIMES) \
+		--app pictures --steps $(STEPS) --out $(OUT) $(TRAIN_FLAGS)
+
+test: check wheel
+
+# In this order, also under `make -j`: the quick answers first.
+check: $(DEV)
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory unit
+
+lint: $(DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(DEV)
+	$(PY) -m pyright --pythonpath $(PY)
+
+unit: $(DEV)
+	$(PY) -m pytest $(PYTEST_FLAGS)
+
+# What a stranger gets: the wheel alone, imported from outside the repository.
+wheel: $(DEV)
+	@rm -rf $(WHEEL)
+	$(PY) -m build --wheel --no-isolation --outdir $(WHEEL) . >/dev/null
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
+		--target $(WHEEL)/site $(WHEEL)/gems-*.whl
+	cd $(WHEEL)/site && test -f gems/py.typed && PYTHONPATH="$$PWD" bin/gems --version
+	cd $(WHEEL)/site && $(abspath $(PY)) -c "import os, sys, gems; \
+		assert gems.__file__.startswith(os.getcwd()), gems.__file__; \
+		heavy = {'torch', 'tensorflow'} & set(sys.modules); \
+		assert not heavy, f'import gems loads {heavy}'"
+
+clean:
+	rm -rf $(VENV) dist runs .pytest_cache .ruff_cache .hypothesis
+	find gems tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Order-only: the interpreter's date says nothing about what is installed.
+$(RUN): pyproject.toml constraints.txt | $(PY)
+	@echo "installing gems and torch into $(VENV)"
+	@$(PIP_INSTALL) -e '.[torch,data]'
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(PY)
+	@echo "installing gems, torch and the tools of development into $(VENV)"
+	@$(PIP_INSTALL) -e '.[torch,data,dev]'
+	@touch $@ $(RUN)
+
+$(PY):
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+		f"constraints.txt pins versions for Python 3.11 and later, $(PYTHON) is {v[0]}.{v[1]}: \
+	set PYTHON to a later one")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)

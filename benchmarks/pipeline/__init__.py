@@ -1,0 +1,1 @@
+"""Pipelines of ours, of torch.distributed.pipelining and none at all, over the same network."""

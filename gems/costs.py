@@ -1,0 +1,71 @@
+"""What each block or stage costs: seconds and bytes, wherever they were learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gems.graph import Graph, crossings
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of forward (f), input gradient (i) and weight gradient (w), and bytes.
+
+    `stash` is what one micro-batch keeps for backward, `weights` what is held all the time.
+    """
+
+    f: float = 1.0
+    i: float = 1.0
+    w: float = 1.0
+    stash: float = 1.0
+    weights: float = 0.0
+
+    @property
+    def b(self) -> float:
+        return self.i + self.w
+
+    @property
+    def seconds(self) -> float:
+        return self.f + self.i + self.w
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A cost per item (blocks of a graph, or stages of a plan), and messages between stages.
+
+    `messages` lists (writer, reader, bytes) of one micro-batch; gradients come back as large.
+    """
+
+    items: tuple[Cost, ...]
+    messages: tuple[tuple[int, int, int], ...] = ()
+
+    def __getitem__(self, index: int) -> Cost:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def unit(stages: int) -> Costs:
+    """Each stage takes f = i = w = 1 and keeps one stash: the unit of the closed forms."""
+    return Costs((Cost(),) * stages)
+
+
+def of_stages(blocks: Costs, graph: Graph, stage_of: Sequence[int]) -> Costs:
+    """Costs per stage out of costs per block: seconds add up, shared storages count once."""
+    stages = []
+    for s in range(max(stage_of, default=0) + 1):
+        mine = [i for i, stage in enumerate(stage_of) if stage == s]
+        stages.append(
+            Cost(
+                f=sum(blocks[i].f for i in mine),
+                i=sum(blocks[i].i for i in mine),
+                w=sum(blocks[i].w for i in mine),
+                stash=graph.stash(mine),
+                weights=graph.held(mine),
+            )
+        )
+    pairs = crossings(graph, stage_of).items()
+    messages = tuple((a, b, sum(graph.value[n].bytes for n in names)) for (a, b), names in pairs)
+    return Costs(tuple(stages), messages)

@@ -1,0 +1,1 @@
+"""Where batches come from: each source has `shape`, `classes` and `batches(size, steps, seed)`."""

@@ -1,0 +1,91 @@
+"""The few SVG elements we draw with, and their colours."""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape, quoteattr
+
+INK, SOFT, GRID, FLOOR = "#1f2933", "#616e7c", "#e4e7eb", "#f5f7fa"
+
+# Colours of a kind of action in the first and in the second replica on a rank. They
+# stay apart for colour-blind eyes; text is white on the first and ink on the second.
+ACTIONS = {
+    "F": ("forward", "#2f6db5", "#a9cbf0"),
+    "B": ("backward", "#c2571a", "#f6bd93"),
+    "I": ("input gradient", "#c2571a", "#f6bd93"),
+    "W": ("weight gradient", "#1c7f7a", "#a3dad6"),
+    "R": ("sum of gradients", "#7b3fa0", "#7b3fa0"),
+    ">": ("message", "#52606d", "#9aa5b1"),
+}
+MEMORY = {
+    "weights": "#52606d",
+    "gradients": "#7b3fa0",
+    "optimizer": "#b9a3cf",
+    "stash": "#4f9bd9",
+    "boundary": "#e0a526",
+    "communication": "#d0587e",
+}
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
+    return (
+        f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" '
+        f'fill="{fill}"{" " + more if more else ""}/>'
+    )
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, tip: str) -> str:
+    """A rectangle that stands for an action and says so when pointed at."""
+    shape = rect(x, y, width, height, fill, 'class="box" rx="2"')
+    return f"{shape[:-2]}><title>{escape(tip)}</title></rect>"
+
+
+def words(
+    x: float,
+    y: float,
+    said: str,
+    size: int = 12,
+    fill: str = INK,
+    anchor: str = "start",
+    more: str = "",
+) -> str:
+    return (
+        f'<text x="{_n(x)}" y="{_n(y)}" font-size="{size}" fill="{fill}" '
+        f'text-anchor="{anchor}"{" " + more if more else ""}>{escape(said)}</text>'
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID) -> str:
+    ends = f'x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"'
+    return f'<line {ends} stroke="{stroke}"/>'
+
+
+def area(points: list[tuple[float, float]], fill: str, tip: str) -> str:
+    path = "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points) + "Z"
+    return f'<path d="{path}" fill="{fill}"><title>{escape(tip)}</title></path>'
+
+
+def page(width: float, height: float, title: str, body: list[str]) -> str:
+    """A whole document on white, readable wherever it is shown."""
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
+            f'width="{_n(width)}" height="{_n(height)}" role="img" aria-label={quoteattr(title)} '
+            'font-family="Inter, Segoe UI, Helvetica, Arial, sans-serif">',
+            rect(0, 0, width, height, "#ffffff"),
+            *body,
+            "</svg>\n",
+        )
+    )
+
+
+def legend(x: float, y: float, entries: list[tuple[str, str]]) -> list[str]:
+    """Swatches with their names, left to right."""
+    drawn = []
+    for fill, name in entries:
+        drawn += [rect(x, y - 9, 11, 11, fill, 'rx="2"'), words(x + 16, y, name, 11, SOFT)]
+        x += 16 + 6.2 * len(name) + 18
+    return drawn
+
+
+def _n(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,42 @@
+"""Seconds, bytes and shares as people read them."""
+
+from __future__ import annotations
+
+from gems.timeline import Timeline
+
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def counts_units(timeline: Timeline) -> bool:
+    """Whether times are whole numbers of units, as under unit costs, rather than seconds."""
+    if timeline.clock != "simulated" or timeline.seconds < 1:
+        return False
+    return all(abs(t - round(t)) < 1e-6 for e in timeline.events for t in (e.start, e.stop))
+
+
+def scale(longest: float, whole: bool = False) -> tuple[float, str]:
+    """The unit to write times in, as (seconds, name), if `longest` is the longest of them."""
+    if whole:
+        return 1.0, "units"
+    return next((pair for pair in SECONDS if longest >= pair[0]), SECONDS[-1])
+
+
+def seconds(value: float, whole: bool = False) -> str:
+    """Three digits and a unit: `12.3 ms`; or `12 units` on a whole grid."""
+    size, name = scale(value, whole)
+    return f"{round(value)} {name}" if whole else f"{value / size:.3g} {name}"
+
+
+def size(value: float) -> str:
+    """`1.5 MiB`; under a KiB the bytes themselves."""
+    for unit, name in BYTES:
+        if value >= unit:
+            return f"{value / unit:.1f} {name}"
+    return f"{value:.0f} B"
+
+
+def heading(timeline: Timeline) -> str:
+    """What one would say of a step first: its length, its bubble, and by which clock."""
+    length = seconds(timeline.seconds, counts_units(timeline))
+    return f"step {length} · bubble {timeline.bubble:.1%} · {timeline.clock} clock"

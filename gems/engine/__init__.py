@@ -1,0 +1,1 @@
+"""Carrying out a schedule, whatever the framework."""

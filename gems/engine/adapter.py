@@ -1,0 +1,73 @@
+"""What the engine asks of a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from gems.schedule.core import Message
+from gems.timeline import Memory
+
+Tensors = dict[str, Any]
+
+
+class Adapter(Protocol):
+    """Runs stages of a model on this rank's device. Tensors are opaque to the engine."""
+
+    def skips(self, micro_batch: int) -> bool:
+        """Whether this micro-batch has no samples in this step, so that nobody runs it."""
+        ...
+
+    def forward(self, stage: int, micro_batch: int, received: Tensors) -> Tensors:
+        """Run a stage on what others sent; its outputs by name."""
+        ...
+
+    def backward(
+        self, stage: int, micro_batch: int, gradients: Sequence[Tensors], *, whole: bool
+    ) -> Tensors:
+        """Gradients of what was received, given the outputs'. Not `whole`: weights come later."""
+        ...
+
+    def weight(self, stage: int, micro_batch: int) -> None:
+        """The weight gradients that were put off."""
+        ...
+
+    def select(self, message: Message, tensors: Tensors) -> Tensors:
+        """The part of a stage's results that a message carries."""
+        ...
+
+    def pack(self, message: Message, tensors: Tensors) -> list[Any]:
+        """Flat buffers to send."""
+        ...
+
+    def buffers(self, message: Message) -> list[Any]:
+        """Flat buffers to receive into, as `pack` makes them."""
+        ...
+
+    def unpack(self, message: Message, buffers: list[Any]) -> Tensors: ...
+
+    def bucket(self, stage: int) -> list[Any]:
+        """What to sum over the holders of a stage."""
+        ...
+
+    def unbucket(self, stage: int, buffers: list[Any]) -> None: ...
+
+    def stash(self, stage: int, micro_batch: int) -> int:
+        """Bytes that forward keeps for backward."""
+        ...
+
+    def standing(self) -> Memory:
+        """Bytes of weights, gradients and optimizer state, as they are now."""
+        ...
+
+    def size(self, buffers: Sequence[Any]) -> int:
+        """Bytes of these buffers."""
+        ...
+
+    def stamp(self) -> Any:
+        """Now, on the clock of the device."""
+        ...
+
+    def seconds(self, stamp: Any) -> tuple[float, float]:
+        """Wall and CPU seconds of a stamp, once the step is over."""
+        ...

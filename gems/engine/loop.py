@@ -1,0 +1,205 @@
+"""Carry out one rank's actions: receives posted early, sends and sums in the background."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gems.engine.adapter import Adapter, Tensors
+from gems.engine.meter import Meter
+from gems.errors import GemsError, note
+from gems.plan import Plan
+from gems.schedule.core import Action, Kind, Message, Schedule
+from gems.schedule.passes import receipts
+from gems.timeline import Event, Memory, Timeline
+from gems.transport.core import Handle, Transport
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One rank of a schedule. It knows the order and the messages, and nothing about tensors."""
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, adapter: Adapter, transport: Transport
+    ) -> None:
+        self.plan, self.adapter, self.transport = plan, adapter, transport
+        self.actions = schedule.ranks[transport.rank]
+        self.receipts = receipts(schedule, plan, transport.rank)
+
+    def step(self, number: int = 0) -> Timeline:
+        """Run all actions once; gradients are summed over their holders at the end."""
+        self.number = number
+        self.meter = Meter(self.adapter.standing())
+        self.inbox: dict[Message, tuple[list[Any], list[Handle]]] = {}
+        self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
+        self.sending: dict[Message, tuple[int, list[Handle]]] = {}
+        self.sums: list[tuple[int, list[Any], list[Handle]]] = []
+        self.stamps: list[tuple[Action, Any, Any, Memory]] = []
+        for action in self.actions:
+            if action.kind is not Kind.REDUCE and self.adapter.skips(action.micro_batch):
+                continue
+            log.debug("rank %s %s", self.transport.rank, action)
+            try:
+                self._run(action)
+            except GemsError as error:
+                note(error, f"rank {self.transport.rank}, step {number}, at {action}")
+                raise
+        self._finish()
+        return self._timeline()
+
+    def _run(self, action: Action) -> None:
+        if action.way:
+            move = self._send if action.way == ">" else self._post
+            self._stamped(action, lambda: move(action))
+        else:
+            RUN[action.kind](self, action)
+
+    def _stamped(self, action: Action, work: Callable[[], None]) -> None:
+        start = self.adapter.stamp()
+        work()
+        self.stamps.append((action, start, self.adapter.stamp(), self.meter.now))
+
+    # --- compute ----------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        s, i = action.stage, action.micro_batch
+        received: Tensors = {}
+        for source in self.plan.sources[s]:
+            received |= self._take(Message("output", source, s, i))
+
+        def work() -> None:
+            outputs = self.adapter.forward(s, i, received)
+            self.meter.keep(self.adapter.stash(s, i))
+            for sink in self.plan.sinks[s]:
+                self._offer(Message("output", s, sink, i), outputs)
+
+        self._stamped(action, work)
+
+    def _backward(self, action: Action) -> None:
+        s, i = action.stage, action.micro_batch
+        gradients = [self._take(Message("gradient", sink, s, i)) for sink in self.plan.sinks[s]]
+        whole = action.kind is Kind.BACKWARD
+
+        def work() -> None:
+            found = self.adapter.backward(s, i, gradients, whole=whole)
+            gradients.clear()
+            if whole:
+                self._release(s, i)
+            for source in self.plan.sources[s]:
+                self._offer(Message("gradient", s, source, i), found)
+
+        self._stamped(action, work)
+
+    def _weight(self, action: Action) -> None:
+        def work() -> None:
+            self.adapter.weight(action.stage, action.micro_batch)
+            self._release(action.stage, action.micro_batch)
+
+        self._stamped(action, work)
+
+    def _release(self, stage: int, micro_batch: int) -> None:
+        self.meter.release(self.adapter.stash(stage, micro_batch))
+        self.meter.settle(self.adapter.standing())
+
+    # --- messages ---------------------------------------------------------------------------
+
+    def _offer(self, message: Message, results: Tensors) -> None:
+        """Lay out a message for a stage of this rank, or for the send that follows."""
+        part = self.adapter.select(message, results)
+        self.at_hand[message] = part
+        self.meter.add("boundary", self.adapter.size(list(part.values())))
+
+    def _take(self, message: Message) -> Tensors:
+        """What a stage needs from another: at hand if that is ours, else wait for it."""
+        if message in self.at_hand:
+            part = self.at_hand.pop(message)
+            self.meter.drop("boundary", self.adapter.size(list(part.values())))
+            return part
+        buffers, handles = self.inbox.pop(message)
+        for handle in handles:
+            handle.wait()
+        self.meter.drop("boundary", self.adapter.size(buffers))
+        self._let_go(self.receipts.get(message, ()))
+        return self.adapter.unpack(message, buffers)
+
+    def _send(self, action: Action) -> None:
+        message = action.message
+        target = self.plan.rank_for(message.target, message.micro_batch)
+        part = self.at_hand.pop(message)
+        buffers = self.adapter.pack(message, part)
+        handles = [self.transport.send(buffer, target) for buffer in buffers]
+        size = self.adapter.size(buffers)
+        self.meter.drop("boundary", self.adapter.size(list(part.values())))
+        self.meter.add("communication", size)
+        self.sending[message] = (size, handles)
+
+    def _let_go(self, messages: Iterable[Message]) -> None:
+        """Forget the buffers of messages that are known to have been taken."""
+        for message in messages:
+            size, handles = self.sending.pop(message, (0, []))
+            for handle in handles:
+                handle.wait()
+            self.meter.drop("communication", size)
+
+    def _post(self, action: Action) -> None:
+        message = action.message
+        source = self.plan.rank_for(message.source, message.micro_batch)
+        buffers = self.adapter.buffers(message)
+        handles = [self.transport.receive(buffer, source) for buffer in buffers]
+        self.meter.add("boundary", self.adapter.size(buffers))
+        self.inbox[message] = (buffers, handles)
+
+    # --- sums -------------------------------------------------------------------------------
+
+    def _reduce(self, action: Action) -> None:
+        ranks = self.plan.holders[action.stage]
+        if len(ranks) == 1:
+            return
+
+        def work() -> None:
+            buffers = self.adapter.bucket(action.stage)
+            handles = [self.transport.add_up(buffer, ranks) for buffer in buffers]
+            self.meter.add("communication", self.adapter.size(buffers))
+            self.sums.append((action.stage, buffers, handles))
+
+        self._stamped(action, work)
+
+    def _finish(self) -> None:
+        self._let_go(list(self.sending))
+        for stage, buffers, handles in self.sums:
+
+            def work(stage: int = stage, buffers: Any = buffers, handles: Any = handles) -> None:
+                for handle in handles:
+                    handle.wait()
+                self.adapter.unbucket(stage, buffers)
+
+            self._stamped(Action(Kind.REDUCE, stage), work)
+            self.meter.drop("communication", self.adapter.size(buffers))
+        self.meter.settle(self.adapter.standing())
+
+    # --- what was measured --------------------------------------------------------------------
+
+    def _timeline(self) -> Timeline:
+        rank, events, memory = self.transport.rank, [], []
+        for action, begin, end, live in self.stamps:
+            start, cpu_start = self.adapter.seconds(begin)
+            stop, cpu_stop = self.adapter.seconds(end)
+            events.append(Event(rank, str(action), start, stop, cpu_stop - cpu_start))
+            memory.append((stop, live))
+        return Timeline(
+            tuple(events),
+            memory=(tuple(memory),),
+            peaks=(self.meter.peak,),
+            stashes=(self.meter.most_stashes,),
+        )
+
+
+RUN: dict[Kind, Callable[[Engine, Action], None]] = {
+    Kind.FORWARD: Engine._forward,
+    Kind.BACKWARD: Engine._backward,
+    Kind.INPUT: Engine._backward,
+    Kind.WEIGHT: Engine._weight,
+    Kind.REDUCE: Engine._reduce,
+}

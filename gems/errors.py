@@ -1,0 +1,46 @@
+"""The errors people meet. Each says what is wrong, with the values, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class GemsError(Exception):
+    """Anything GEMS refuses to do, or could not finish."""
+
+
+class PlanError(GemsError, ValueError):
+    """A plan that cannot be carried out: bad numbers, unknown names, a world that does not fit."""
+
+
+class TraceError(GemsError, TypeError):
+    """A model whose forward cannot be recorded."""
+
+
+class ShapeError(GemsError, ValueError):
+    """Inputs, targets or state that do not fit the model."""
+
+
+class ScheduleError(GemsError, ValueError):
+    """An order of actions that would deadlock, mix messages or lose work."""
+
+
+class PeerError(GemsError, RuntimeError):
+    """Another rank died, stopped or disagrees."""
+
+
+class LossError(GemsError, ArithmeticError):
+    """A loss that is not a finite number."""
+
+
+def faults(heading: str, found: Iterable[str]) -> str:
+    """One message out of many faults, so that people can mend all of them at once."""
+    return "\n  - ".join((heading, *found))
+
+
+def note(error: BaseException, text: str) -> None:
+    """Say where it happened, and let it rise. (Python 3.10 has no notes: it joins the message.)"""
+    if (add := getattr(error, "add_note", None)) is not None:
+        add(text)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{text}", *error.args[1:])

@@ -1,0 +1,129 @@
+"""What the model is: blocks in the order they run, and the values that pass between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that one block writes and others read. `grad`: a gradient comes back for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    grad: bool
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer, by the first of its names in the user's model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The smallest piece that is never cut: one recorded call, or a few that share memory.
+
+    `layer` is what `balance` counts: the child of an `nn.Sequential`, or the block itself.
+    `mutates` are values changed in place. `saves` are the storages kept for backward, as
+    (storage, bytes): two blocks that save the same storage keep it once. `moved` are the bytes
+    read and written.
+    """
+
+    name: str
+    layer: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    flops: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Blocks in recorded order. `inputs` and `outputs` are the model's own, in order."""
+
+    blocks: tuple[Block, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[Weight, ...]
+    buffers: tuple[Weight, ...]
+
+    @cached_property
+    def value(self) -> dict[str, Value]:
+        return {v.name: v for v in self.values}
+
+    @cached_property
+    def weight(self) -> dict[str, Weight]:
+        return {w.name: w for w in (*self.parameters, *self.buffers)}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each block, by name."""
+        return {b.name: i for i, b in enumerate(self.blocks)}
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """The block that writes each value; the model's inputs have none."""
+        return {name: i for i, b in enumerate(self.blocks) for name in b.writes}
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of blocks of one layer: the things that `balance` counts."""
+        runs: list[list[int]] = []
+        for i, block in enumerate(self.blocks):
+            if runs and self.blocks[runs[-1][-1]].layer == block.layer:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        return tuple(map(tuple, runs))
+
+    def stash(self, blocks: Iterable[int]) -> int:
+        """Bytes that one micro-batch keeps for backward over these blocks, each storage once."""
+        return sum(dict(pair for i in blocks for pair in self.blocks[i].saves).values())
+
+    def held(self, blocks: Iterable[int]) -> int:
+        """Bytes of the parameters and buffers of these blocks, each once."""
+        names = {n for i in blocks for n in (*self.blocks[i].parameters, *self.blocks[i].buffers)}
+        return sum(self.weight[n].bytes for n in names)
+
+
+def crossings(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
+    """The values that each stage sends to each other stage, in a fixed order.
+
+    They go straight from the stage that writes them to every stage that reads them. The model's
+    inputs are at hand everywhere; its outputs are wanted by the last stage, where the loss is.
+    """
+    last = max(stage_of, default=0)
+    wanted = [(name, stage_of[i]) for i, b in enumerate(graph.blocks) for name in b.reads]
+    wanted += [(name, last) for name in graph.outputs]
+    found: dict[tuple[int, int], dict[str, None]] = {}
+    for name, reader in wanted:
+        if name in graph.producer and (writer := stage_of[graph.producer[name]]) != reader:
+            found.setdefault((writer, reader), {})[name] = None
+    return {pair: tuple(names) for pair, names in sorted(found.items())}

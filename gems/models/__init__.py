@@ -1,0 +1,83 @@
+"""Plain single-device networks by name. They know nothing of GEMS, and torch loads on first use."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Builder = Callable[..., "nn.Module"]
+
+# Function to file. No function is named like a file: importing `gems.models.unet` would put that
+# module in the place of the function, here in this package.
+_FAMILIES = {
+    "resnet_v1": "resnet",
+    "resnet_v2": "resnet",
+    "resnet50": "resnet",
+    "densenet121": "densenet",
+    "u_net": "unet",
+    "efficientnet_b0": "efficientnet",
+    "convnext_tiny": "convnext",
+    "vit_base": "vit",
+}
+
+
+def _named(function: str, **fixed: Any) -> Builder:
+    """A builder that imports its family only when it is called."""
+
+    def builder(**options: Any) -> nn.Module:
+        return _family_function(function)(**{**fixed, **options})
+
+    builder.__name__ = function
+    return builder
+
+
+def _family_function(name: str) -> Builder:
+    return getattr(importlib.import_module(f".{_FAMILIES[name]}", __name__), name)
+
+
+MODELS: dict[str, Builder] = {
+    "resnet_v1": _named("resnet_v1"),
+    "resnet_v2": _named("resnet_v2"),
+    "resnet110_v2": _named("resnet_v2", depth=110),
+    "resnet1001_v2": _named("resnet_v2", depth=1001),
+    "resnet50": _named("resnet50"),
+    "densenet121": _named("densenet121"),
+    "unet": _named("u_net"),
+    "efficientnet_b0": _named("efficientnet_b0"),
+    "convnext_tiny": _named("convnext_tiny"),
+    "vit_base": _named("vit_base"),
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """The network `name`, with random weights: `build("resnet_v2", depth=29, num_classes=2)`."""
+    accepted = options_of(name)
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(accepted)}"
+        )
+    return MODELS[name](**options)
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """The options that `build(name, ...)` takes, in the order of the family's own signature."""
+    if name not in MODELS:
+        known = ", ".join(sorted(MODELS))
+        raise ValueError(f"there is no model {name!r}; choose one of {known}")
+    return tuple(inspect.signature(_family_function(MODELS[name].__name__)).parameters)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FAMILIES:
+        return _family_function(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_FAMILIES])

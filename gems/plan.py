@@ -1,0 +1,241 @@
+"""What runs where. Plain data: a plan can be written to a file, read back and compared.
+
+A plan is what a user writes in one line. It is placed rank by rank as soon as it exists; which
+blocks each stage has needs the model, and `planner.assign` fills it in.
+
+    Plan(stages=4, schedule="gems", replications=2)       ranks   0    1    2    3
+                                              replica 0 stages    0    1    2    3
+                                              replica 1 stages    3    2    1    0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gems.errors import PlanError, faults
+
+SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "auto")
+BIDIRECTIONAL = ("gems", "gems-zb")
+SPLIT = ("zero-bubble", "gems-zb", "auto")
+PLACEMENTS = ("straight", "fold")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, copies, micro-batches and their order.
+
+    stages         how many, or the names of the modules of each, in the order the data visits them
+    micro_batches  per copy of the pipeline and step
+    schedule       one of SCHEDULES; `auto` is the greedy order under `stashes` or a memory cap
+    replications   pairs of micro-batches of a bidirectional plan: 2 x replications of them
+    data           copies of the whole pipeline on other ranks
+    ranks          per copy; fewer than stages when a rank has several
+    placement      `straight` (stage s on rank s mod ranks), `fold` (there and back again),
+                   or the rank of every stage, written out
+    bidirectional  a second replica over the same ranks in reverse; on for the gems schedules
+    balance        what to even out, `time` or `memory`, or the number of layers of each stage
+    stashes        how many micro-batches a rank may keep for backward (schedule `auto`)
+    edges          which stage sends to which; filled in from the model, a chain until then
+    """
+
+    stages: int | tuple[tuple[str, ...], ...] = 1
+    micro_batches: int = 0
+    schedule: str = "1f1b"
+    replications: int = 0
+    data: int = 1
+    ranks: int = 0
+    placement: str | tuple[int, ...] = "straight"
+    bidirectional: bool | None = None
+    balance: str | tuple[int, ...] = "time"
+    stashes: int = 0
+    edges: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if not isinstance(self.stages, int):
+            put("stages", tuple((s,) if isinstance(s, str) else tuple(s) for s in self.stages))
+        if not isinstance(self.placement, str):
+            put("placement", tuple(self.placement))
+        if not isinstance(self.balance, str):
+            put("balance", tuple(self.balance))
+        if self.edges is not None:
+            put("edges", tuple(tuple(edge) for edge in self.edges))
+        if self.bidirectional is None:
+            put("bidirectional", self.schedule in BIDIRECTIONAL)
+        if not self.ranks:
+            put("ranks", self._default_ranks())
+        if not self.micro_batches:
+            put("micro_batches", 2 * self.replications or self.directions)
+        if found := list(self._faults()):
+            raise PlanError(faults("this plan cannot be carried out:", found))
+
+    def _default_ranks(self) -> int:
+        if not isinstance(self.placement, str):
+            return max(self.placement, default=0) + 1
+        return (self.depth + 1) // 2 if self.placement == "fold" else self.depth
+
+    def _faults(self) -> Iterable[str]:
+        if self.schedule not in SCHEDULES:
+            yield f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}"
+        for name in ("depth", "micro_batches", "data", "ranks"):
+            if getattr(self, name) < 1:
+                shown = "stages" if name == "depth" else name
+                yield f"{shown} is {getattr(self, name)}; it must be at least 1"
+        if self.replications and self.micro_batches != 2 * self.replications:
+            yield (
+                f"replications={self.replications} means {2 * self.replications} micro-batches, "
+                f"but micro_batches={self.micro_batches}; give one of the two"
+            )
+        if self.replications and not self.bidirectional:
+            yield f"replications belongs to a bidirectional plan; {self.schedule!r} is not one"
+        if self.schedule in BIDIRECTIONAL and not self.bidirectional:
+            yield f"schedule {self.schedule!r} is bidirectional; leave bidirectional out"
+        if self.stashes < 0:
+            yield f"stashes is {self.stashes}; give 1 or more, or leave it out"
+        if self.stashes > 0 and self.schedule != "auto":
+            yield f"stashes={self.stashes} is for 'auto', not {self.schedule!r}; leave it out"
+        yield from self._placement_faults()
+        yield from self._balance_faults()
+        for a, b in self.edges or ():
+            if not 0 <= a < b < self.depth:
+                yield f"edge {a} to {b} must lead from a stage to a later one of {self.depth}"
+
+    def _placement_faults(self) -> Iterable[str]:
+        if isinstance(self.placement, str):
+            if self.placement not in PLACEMENTS:
+                yield (
+                    f"placement {self.placement!r} is unknown; choose one of "
+                    f"{', '.join(PLACEMENTS)} or write out the rank of every stage"
+                )
+            elif self.placement == "fold" and self.ranks != (self.depth + 1) // 2:
+                yield (
+                    f"a fold of {self.depth} stages takes {(self.depth + 1) // 2} ranks, "
+                    f"not {self.ranks}; leave ranks out or write out the placement"
+                )
+            if self.ranks > self.depth:
+                yield (
+                    f"{self.ranks} ranks for {self.depth} stages leave ranks without work; "
+                    "use more stages, fewer ranks, or data-parallel copies"
+                )
+        elif len(self.placement) != self.depth:
+            count = len(self.placement)
+            yield f"placement names {count} ranks for {self.depth} stages; give one each"
+        elif set(self.placement) != set(range(self.ranks)):
+            yield (
+                f"placement {self.placement} must use every rank from 0 to {self.ranks - 1} "
+                "and no other"
+            )
+
+    def _balance_faults(self) -> Iterable[str]:
+        if isinstance(self.balance, str):
+            if self.balance not in ("time", "memory"):
+                yield f"balance {self.balance!r} is neither 'time', 'memory' nor counts of layers"
+            return
+        if len(self.balance) != self.depth:
+            yield f"balance has {len(self.balance)} numbers for {self.depth} stages; give one each"
+        if any(n < 1 for n in self.balance):
+            yield f"balance {self.balance} must give every stage at least one layer"
+        if not isinstance(self.stages, int):
+            yield "balance and explicit stages exclude each other; leave one out"
+
+    # --- sizes -----------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """How many stages there are."""
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the pipeline in either direction: replica = copy x directions + direction."""
+        return self.data * self.directions
+
+    @property
+    def world(self) -> int:
+        return self.data * self.ranks
+
+    @property
+    def total(self) -> int:
+        """Micro-batches of one step, over all copies."""
+        return self.micro_batches * self.data
+
+    @property
+    def split(self) -> bool:
+        """Whether backward runs as input gradient (I) and weight gradient (W)."""
+        return self.schedule in SPLIT
+
+    # --- who has what ----------------------------------------------------------------------
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The rank of each stage, for each replica."""
+        rows = []
+        for copy in range(self.data):
+            row = self._row()
+            rows.append(tuple(copy * self.ranks + rank for rank in row))
+            if self.bidirectional:
+                rows.append(tuple(copy * self.ranks + self.ranks - 1 - rank for rank in row))
+        return tuple(rows)
+
+    def _row(self) -> tuple[int, ...]:
+        """The rank of each stage in the first replica of the first copy."""
+        if not isinstance(self.placement, str):
+            return self.placement
+        if self.placement == "fold":
+            return tuple(min(s, self.depth - 1 - s) for s in range(self.depth))
+        return tuple(s % self.ranks for s in range(self.depth))
+
+    def rank_of(self, stage: int, replica: int) -> int:
+        return self.places[replica][stage]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the ranks that have its weights, hence sum its gradients."""
+        return tuple(tuple(sorted({row[s] for row in self.places})) for s in range(self.depth))
+
+    @cached_property
+    def stages_on(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the stages whose weights it has, each once."""
+        found = [set() for _ in range(self.world)]
+        for row in self.places:
+            for stage, rank in enumerate(row):
+                found[rank].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in found)
+
+    def replica_of(self, micro_batch: int) -> int:
+        """Samples go to copies in order, and to the two directions in turn."""
+        copy, within = divmod(micro_batch, self.micro_batches)
+        return copy * self.directions + within % self.directions
+
+    def rank_for(self, stage: int, micro_batch: int) -> int:
+        """The rank that runs this stage for this micro-batch."""
+        return self.rank_of(stage, self.replica_of(micro_batch))
+
+    # --- which stage feeds which ------------------------------------------------------------
+
+    @cached_property
+    def chain(self) -> tuple[tuple[int, int], ...]:
+        """The edges between stages: the model's, or a chain as long as it is not known."""
+        if self.edges is not None:
+            return self.edges
+        return tuple((s, s + 1) for s in range(self.depth - 1))
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the stages whose outputs it reads."""
+        return tuple(tuple(a for a, b in self.chain if b == s) for s in range(self.depth))
+
+    @cached_property
+    def sinks(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the stages that read its outputs."""
+        return tuple(tuple(b for a, b in self.chain if a == s) for s in range(self.depth))
+
+    def one_copy(self) -> Plan:
+        """This plan without its data-parallel copies."""
+        return replace(self, data=1)

@@ -1,0 +1,1 @@
+"""Choosing: where to cut, and which plan."""

@@ -1,0 +1,129 @@
+"""Give every block of a model to a stage of the plan."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gems.costs import Costs
+from gems.errors import PlanError, faults
+from gems.graph import Graph, crossings
+from gems.plan import Plan
+from gems.planner.cut import by_weight
+
+
+def assign(plan: Plan, graph: Graph, costs: Costs) -> Plan:
+    """The plan with its blocks written out by name, and with the model's edges between stages."""
+    stage_of = stages(plan, graph, costs)
+    names = tuple(
+        tuple(b.name for b, s in zip(graph.blocks, stage_of, strict=True) if s == stage)
+        for stage in range(plan.depth)
+    )
+    balance = plan.balance if isinstance(plan.balance, str) else "time"
+    edges = tuple(crossings(graph, stage_of))
+    return replace(plan, stages=names, balance=balance, edges=edges)
+
+
+def stages(plan: Plan, graph: Graph, costs: Costs) -> list[int]:
+    """The stage of every block: by the names given, by counts of layers, or evened out."""
+    if not isinstance(plan.stages, int):
+        return stages_by_name(graph, plan.stages)
+    if not isinstance(plan.balance, str):
+        return _by_count(graph, plan.balance)
+    return by_weight(graph, costs, plan.depth, plan.balance)
+
+
+def stages_by_name(
+    graph: Graph, names: Sequence[Sequence[str]], *, known: bool = True
+) -> list[int]:
+    """A name covers its module and all inside; what no name covers goes with the block before it.
+
+    With `known`, each name must cover something. (Another input shape may lack a few blocks.)
+    """
+    listed = {name: stage for stage, group in enumerate(names) for name in group}
+    found = [f"{n!r} is in two stages" for n in _twice(names)]
+    used: set[str] = set()
+    stage_of: list[int] = []
+    for block in graph.blocks:
+        name = _covering(block.name, listed)
+        if name is not None:
+            used.add(name)
+            stage_of.append(listed[name])
+        else:
+            stage_of.append(stage_of[-1] if stage_of else 0)
+    if known:
+        found += [_unknown(name, graph) for name in listed if name not in used]
+    found += [
+        f"stage {stage} has no blocks" for stage in range(len(names)) if stage not in stage_of
+    ]
+    if not found:
+        found = _backwards(graph, stage_of)
+    if found:
+        raise PlanError(faults("these stages do not fit the model:", found))
+    return stage_of
+
+
+def _twice(names: Sequence[Sequence[str]]) -> list[str]:
+    flat = [name for group in names for name in group]
+    return sorted({name for name in flat if flat.count(name) > 1}) if len(flat) < 5000 else []
+
+
+def _covering(name: str, listed: dict[str, int]) -> str | None:
+    """The longest listed name that is this block or a module around it."""
+    if name in listed:
+        return name
+    at = name.partition(":")[0]
+    while at:
+        if at in listed:
+            return at
+        at = at.rpartition(".")[0]
+    return None
+
+
+def _unknown(name: str, graph: Graph) -> str:
+    modules = dict.fromkeys(
+        ".".join(b.name.split(".")[:depth]) for b in graph.blocks for depth in (1, 2, 3)
+    )
+    close = difflib.get_close_matches(name, modules, 3) or list(modules)[:5]
+    return f"no block of the model is called {name!r}; did you mean {', '.join(close)}?"
+
+
+def _backwards(graph: Graph, stage_of: list[int]) -> list[str]:
+    """Data may only go on to later stages, and nothing may change in place while it is wanted."""
+    found = []
+    for i, block in enumerate(graph.blocks):
+        for name in block.reads:
+            source = graph.producer.get(name)
+            if source is not None and stage_of[source] > stage_of[i]:
+                found.append(
+                    f"{block.name} of stage {stage_of[i]} reads {name} of stage "
+                    f"{stage_of[source]}; stages are listed in the order the data visits them"
+                )
+        for name in block.mutates:
+            late = [
+                b for b in range(i) if name in graph.blocks[b].reads and stage_of[b] > stage_of[i]
+            ]
+            found += [
+                f"{block.name} changes {name} in place before {graph.blocks[b].name} "
+                f"of stage {stage_of[b]} has read it"
+                for b in late
+            ]
+    return found
+
+
+def _by_count(graph: Graph, counts: tuple[int, ...]) -> list[int]:
+    layers = graph.layers
+    if sum(counts) != len(layers):
+        raise PlanError(
+            f"balance {','.join(map(str, counts))} sums to {sum(counts)}, but the model has "
+            f"{len(layers)} layers; `gems trace` lists them"
+        )
+    stage_of = [0] * len(graph.blocks)
+    at = 0
+    for stage, count in enumerate(counts):
+        for layer in layers[at : at + count]:
+            for block in layer:
+                stage_of[block] = stage
+        at += count
+    return stage_of

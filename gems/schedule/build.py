@@ -1,0 +1,63 @@
+"""The schedule that a plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gems.costs import Costs, unit
+from gems.errors import PlanError
+from gems.plan import Plan
+from gems.schedule import greedy
+from gems.schedule.check import require
+from gems.schedule.core import Schedule
+from gems.schedule.papers import gems, gpipe, interleaved, one_f_one_b, sequential, zero_bubble
+from gems.schedule.passes import lower
+
+PAPERS: dict[str, Callable[[Plan], Schedule]] = {
+    "sequential": sequential.order,
+    "gpipe": gpipe.order,
+    "1f1b": one_f_one_b.order,
+    "interleaved": interleaved.order,
+    "zero-bubble": zero_bubble.order,
+    "gems": gems.order,
+}
+ONE_STAGE_PER_RANK = ("1f1b", "zero-bubble")
+ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:
+    """The compute order of one copy of the plan's pipeline.
+
+    Costs per stage and `memory`, the bytes a rank may keep for backward, steer the greedy orders;
+    the published ones are what they are.
+    """
+    _fits(plan)
+    one = plan.one_copy()
+    if plan.schedule == "gems-zb":
+        return greedy.order(one, costs or unit(plan.depth), samples=1)
+    if plan.schedule == "auto":
+        return greedy.best(one, costs or unit(plan.depth), memory)
+    return PAPERS[plan.schedule](one)
+
+
+def lowered(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:
+    """The plan's schedule as its ranks carry it out, proven."""
+    return require(lower(build(plan, costs, memory), plan), plan)
+
+
+def _fits(plan: Plan) -> None:
+    """Refuse placements that a published order does not know."""
+    name = plan.schedule
+    straight = plan.places[0] == tuple(s % plan.ranks for s in range(plan.depth))
+    if name in ONE_DIRECTION and plan.bidirectional:
+        raise PlanError(f"{name!r} has one direction; use 'gems', 'gems-zb' or 'auto' for two")
+    if name in ONE_STAGE_PER_RANK and not (straight and plan.ranks == plan.depth):
+        raise PlanError(
+            f"{name!r} puts one stage on each rank, but {plan.depth} stages are placed on "
+            f"{plan.ranks} ranks; use 'interleaved', 'gpipe', 'sequential' or 'auto'"
+        )
+    if name == "interleaved" and not (straight and plan.depth % plan.ranks == 0):
+        raise PlanError(
+            f"'interleaved' wants a multiple of {plan.ranks} stages on {plan.ranks} ranks, "
+            f"placed straight, but there are {plan.depth}; use 'auto' for any placement"
+        )

@@ -1,0 +1,217 @@
+"""Actions, the schedule that orders them per rank, and the one rule of what must precede what.
+
+The text form is what one writes on a whiteboard, and it parses back:
+
+    2F0      forward of stage 2, micro-batch 0            2B0     backward
+    2I0      its input gradient                           2W0     its weight gradient
+    2F0<1    post the receive of 2F0's input from stage 1
+    2F0>3    send 2F0's output to stage 3
+    2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
+    2R       sum the gradients of stage 2 over its holders
+    2F0@1    the same, in replica 1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from gems.errors import ScheduleError
+from gems.plan import Plan
+
+
+class Kind(str, Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    REDUCE = "R"
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+
+
+class Fact(NamedTuple):
+    """Something that holds once an action is done: `output`, `gradient` or `weight` of a stage."""
+
+    what: str
+    stage: int
+    micro_batch: int
+
+
+class Message(NamedTuple):
+    """One way of one micro-batch between two stages. `what` is `output` or `gradient`."""
+
+    what: str
+    source: int
+    target: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does. With a `peer` stage it moves a message: `way` is `<` or `>`."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int = 0
+    replica: int = 0
+    way: str = ""
+    peer: int = 0
+
+    def __str__(self) -> str:
+        if self.kind is Kind.REDUCE:
+            return f"{self.stage}R"
+        to = f"{self.way}{self.peer}" if self.way else ""
+        at = f"@{self.replica}" if self.replica else ""
+        return f"{self.stage}{self.kind.value}{self.micro_batch}{to}{at}"
+
+    @cached_property
+    def computes(self) -> bool:
+        return not self.way and self.kind is not Kind.REDUCE
+
+    @property
+    def message(self) -> Message:
+        """What is moved, named the same on both ends."""
+        what = "output" if self.kind is Kind.FORWARD else "gradient"
+        ends = (self.stage, self.peer) if self.way == ">" else (self.peer, self.stage)
+        return Message(what, *ends, self.micro_batch)
+
+
+SPELLED = re.compile(r"(\d+)([FBIW])(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
+
+
+def parse_action(text: str) -> Action:
+    match = SPELLED.fullmatch(text)
+    if not match:
+        raise ScheduleError(f"{text!r} is not an action; write one like 2F0, 1B3@1, 2F0>3 or 1R")
+    stage, kind, micro_batch, way, peer, replica, reduced = match.groups()
+    if reduced:
+        return Action(Kind.REDUCE, int(reduced))
+    return Action(
+        Kind(kind), int(stage), int(micro_batch), int(replica or 0), way or "", int(peer or 0)
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, in order."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        rows = (" ".join(map(str, row)) for row in self.ranks)
+        return "".join(f"{rank}: {row}".rstrip() + "\n" for rank, row in enumerate(rows))
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        """Every action with its rank, rank by rank."""
+        return ((rank, action) for rank, row in enumerate(self.ranks) for action in row)
+
+    @property
+    def compute(self) -> Schedule:
+        """The same order without messages and reductions."""
+        return Schedule(tuple(tuple(a for a in row if a.computes) for row in self.ranks))
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that `str()` wrote. Blank lines and `# comments` are passed over."""
+    rows: list[tuple[Action, ...]] = []
+    for line in text.splitlines():
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        rank, colon, actions = line.partition(":")
+        if not colon or rank.strip() != str(len(rows)):
+            raise ScheduleError(
+                f"expected a line '{len(rows)}: actions of rank {len(rows)}', got {line[:40]!r}"
+            )
+        rows.append(tuple(map(parse_action, actions.split())))
+    return Schedule(tuple(rows))
+
+
+def needs(action: Action, plan: Plan) -> tuple[Fact, ...]:
+    """What must hold before `action` may run. The only place that knows the order of training."""
+    s, i = action.stage, action.micro_batch
+    if action.way == ">":
+        return (Fact("output" if action.kind is Kind.FORWARD else "gradient", s, i),)
+    if action.way == "<":
+        return ()
+    if action.kind is Kind.FORWARD:
+        return tuple(Fact("output", q, i) for q in plan.sources[s])
+    if action.kind is Kind.WEIGHT:
+        return (Fact("gradient", s, i),)
+    if action.kind is Kind.REDUCE:
+        return ()  # the ranks' own order decides; `check` sees to it that nothing comes after
+    return (Fact("output", s, i), *(Fact("gradient", q, i) for q in plan.sinks[s]))
+
+
+GIVES = {
+    Kind.FORWARD: ("output",),
+    Kind.BACKWARD: ("gradient", "weight"),
+    Kind.INPUT: ("gradient",),
+    Kind.WEIGHT: ("weight",),
+}
+
+
+def gives(action: Action) -> tuple[Fact, ...]:
+    """What holds once a compute action is done."""
+    if not action.computes:
+        return ()
+    return tuple(Fact(what, action.stage, action.micro_batch) for what in GIVES[action.kind])
+
+
+class Run:
+    """A schedule run without time: iterating gives (rank, action) in an order that could happen.
+
+    Every turn each rank does its next action if all it needs holds. In a lowered schedule another
+    rank's fact holds here once its message was sent and its receive posted.
+    """
+
+    def __init__(self, schedule: Schedule, plan: Plan) -> None:
+        self.schedule, self.plan = schedule, plan
+        self.lowered = any(action.way for _, action in schedule)
+        self.at = [0] * len(schedule.ranks)
+        self.known: list[set[Fact]] = [set() for _ in schedule.ranks]
+        self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
+        self.sent: set[Message] = set()
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(self.schedule.ranks):
+                if self.at[rank] < len(row) and not self.missing(rank, row[self.at[rank]]):
+                    action = row[self.at[rank]]
+                    self._do(rank, action)
+                    moved = True
+                    yield rank, action
+
+    def _do(self, rank: int, action: Action) -> None:
+        self.at[rank] += 1
+        self.known[rank].update(gives(action))
+        if action.way == ">":
+            self.sent.add(action.message)
+        elif action.way == "<":
+            self.posted[rank].add(action.message)
+
+    def missing(self, rank: int, action: Action) -> list[Fact]:
+        return [fact for fact in needs(action, self.plan) if not self._holds(rank, fact, action)]
+
+    def _holds(self, rank: int, fact: Fact, action: Action) -> bool:
+        if fact in self.known[rank]:
+            return True
+        home = self.plan.rank_for(fact.stage, fact.micro_batch)
+        if not self.lowered or home == rank:
+            return fact in self.known[home]
+        message = Message(fact.what, fact.stage, action.stage, fact.micro_batch)
+        return message in self.sent and message in self.posted[rank]
+
+    def stuck(self) -> list[tuple[int, int, Action, list[Fact]]]:
+        """For each rank that could not finish: rank, step, action and what it waits for."""
+        rows = enumerate(zip(self.schedule.ranks, self.at, strict=True))
+        waiting = [(rank, at, row[at]) for rank, (row, at) in rows if at < len(row)]
+        return [(rank, at, a, self.missing(rank, a)) for rank, at, a in waiting]

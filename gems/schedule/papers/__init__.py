@@ -1,0 +1,1 @@
+"""Published orders, one file each, as reference and test."""

@@ -1,0 +1,146 @@
+"""From the order of compute actions to what ranks really do: copies, messages, reductions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from gems.plan import Plan
+from gems.schedule.core import Action, Kind, Message, Run, Schedule
+
+
+def lower(schedule: Schedule, plan: Plan) -> Schedule:
+    """The compute order of one copy, as every rank of the plan carries it out."""
+    return reduce(communicate(copies(schedule, plan), plan), plan)
+
+
+def copies(schedule: Schedule, plan: Plan) -> Schedule:
+    """The order of one copy of the pipeline, for each of the data-parallel copies."""
+
+    def moved(action: Action, copy: int) -> Action:
+        return replace(
+            action,
+            micro_batch=action.micro_batch + copy * plan.micro_batches,
+            replica=action.replica + copy * plan.directions,
+        )
+
+    rows = (tuple(moved(a, c) for a in row) for c in range(plan.data) for row in schedule.ranks)
+    return Schedule(tuple(rows))
+
+
+def communicate(schedule: Schedule, plan: Plan, early: int = 1) -> Schedule:
+    """Insert sends right after their producer, and receives `early` compute actions before use.
+
+    Links are FIFO. The sender's order is the order of the link, so a receive is posted together
+    with all that the sender sends before it; posting never blocks, hence this cannot deadlock.
+    """
+    sends = [[_sends(action, rank, plan) for action in row] for rank, row in _rows(schedule)]
+    queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, row in enumerate(sends):
+        for action in (a for after in row for a in after):
+            queues[rank, plan.rank_for(action.peer, action.micro_batch)].append(action)
+    lowered = []
+    for rank, row in _rows(schedule):
+        arriving = {
+            source: [_received(action) for action in queue]
+            for (source, target), queue in queues.items()
+            if target == rank
+        }
+        used = {_use(a): at for at, a in enumerate(row) if a.kind is not Kind.WEIGHT}
+        posts: list[list[Action]] = [[] for _ in row]
+        for queue in arriving.values():
+            soonest = len(row)
+            for action in reversed(queue):
+                soonest = min(soonest, max(used[_use(action)] - early, 0))
+                posts[soonest].insert(0, action)
+        lowered.append(
+            tuple(
+                a
+                for action, before, after in zip(row, posts, sends[rank], strict=True)
+                for a in (*before, action, *after)
+            )
+        )
+    return Schedule(tuple(lowered))
+
+
+def reduce(schedule: Schedule, plan: Plan) -> Schedule:
+    """Sum each stage's gradients over its holders as soon as they are complete.
+
+    All ranks issue the sums in one order, by when the last holder of a stage is done, because
+    collectives pair up by order.
+    """
+    finished: dict[int, int] = {}
+    for position, (_, action) in enumerate(Run(schedule, plan)):
+        if action.computes:
+            finished[action.stage] = position
+    turn = sorted(finished, key=finished.__getitem__)
+    lowered = []
+    for rank, row in _rows(schedule):
+        # After the messages of the last backward: others wait for those, nobody yet for the sum.
+        last = {a.stage: position for position, a in enumerate(row) if a.way != "<"}
+        after: dict[int, list[Action]] = defaultdict(list)
+        soonest = 0
+        for stage in (s for s in turn if s in plan.stages_on[rank]):
+            soonest = max(soonest, last.get(stage, 0))
+            after[soonest].append(Action(Kind.REDUCE, stage))
+        parts = ((a, *after[position]) for position, a in enumerate(row))
+        lowered.append(tuple(a for part in parts for a in part))
+    return Schedule(tuple(lowered))
+
+
+def receipts(schedule: Schedule, plan: Plan, rank: int) -> dict[Message, list[Message]]:
+    """Which messages of `rank` are surely on their way once it holds a message from their receiver.
+
+    A send is through when its receive is posted. Nothing tells the sender so, but if the receiver
+    later sends something back, then whoever holds that knows. So a rank can let go of its buffers
+    without ever waiting for a peer that waits for it.
+    """
+    found: dict[Message, list[Message]] = {}
+    for other in range(plan.world):
+        posted: list[Message] = []
+        for action in schedule.ranks[other]:
+            if not action.way or plan.rank_for(action.peer, action.micro_batch) != rank:
+                continue
+            if action.way == "<":
+                posted.append(action.message)
+            elif posted:
+                found[action.message] = posted
+                posted = []
+    return found
+
+
+def _rows(schedule: Schedule) -> list[tuple[int, tuple[Action, ...]]]:
+    return list(enumerate(schedule.ranks))
+
+
+def _sends(action: Action, rank: int, plan: Plan) -> list[Action]:
+    """The messages that a compute action gives rise to; a stage on the same rank needs none."""
+    if action.kind is Kind.WEIGHT:
+        return []
+    forward = action.kind is Kind.FORWARD
+    peers = plan.sinks[action.stage] if forward else plan.sources[action.stage]
+    return [
+        replace(action, way=">", peer=peer)
+        for peer in peers
+        if plan.rank_for(peer, action.micro_batch) != rank
+    ]
+
+
+def _received(send: Action) -> Action:
+    """The receive that answers a send."""
+    return replace(send, stage=send.peer, peer=send.stage, way="<")
+
+
+def _use(action: Action) -> tuple[int, int, bool]:
+    """What a received message and the compute action that reads it have in common."""
+    return action.stage, action.micro_batch, action.kind is Kind.FORWARD
+
+
+def forward_only(plan: Plan) -> Schedule:
+    """Forward of every micro-batch, for prediction: each rank in the order of samples."""
+    rows: list[list[Action]] = [[] for _ in range(plan.world)]
+    for i in range(plan.total):
+        replica = plan.replica_of(i)
+        for stage in range(plan.depth):
+            rows[plan.rank_of(stage, replica)].append(Action(Kind.FORWARD, stage, i, replica))
+    return communicate(Schedule(tuple(map(tuple, rows))), plan)

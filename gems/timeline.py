@@ -1,0 +1,110 @@
+"""When each action ran, predicted or measured, and how many bytes were live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gems.schedule.core import Action, Schedule, parse_action
+
+KINDS = ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action on one rank. Seconds from the beginning of the step; `cpu` is the thread's own."""
+
+    rank: int
+    action: str
+    start: float
+    stop: float
+    cpu: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+    def parsed(self) -> Action:
+        return parse_action(self.action)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes of one rank, by kind, right after an action (or at the peak of a step)."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    stash: int = 0
+    boundary: int = 0
+    communication: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step over all ranks, with live bytes at the end of each, if counted.
+
+    `clock` says what the seconds are: `wall`, `virtual` or `simulated`. `memory` has one row per
+    rank of (seconds, Memory); `peaks` the highest of each rank; `stashes` the most samples kept.
+    """
+
+    events: tuple[Event, ...]
+    clock: str = "wall"
+    memory: tuple[tuple[tuple[float, Memory], ...], ...] = ()
+    peaks: tuple[Memory, ...] = ()
+    stashes: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max((e.rank for e in self.events), default=-1)
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step, first start to last stop."""
+        if not self.events:
+            return 0.0
+        return max(e.stop for e in self.events) - min(e.start for e in self.events)
+
+    def busy(self, rank: int) -> float:
+        return sum(e.seconds for e in self.events if e.rank == rank)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they did nothing."""
+        room = self.seconds * self.ranks
+        return 1 - sum(e.seconds for e in self.events) / room if room else 0.0
+
+    def share(self, wanted: Callable[[Action], bool]) -> float:
+        """The share of the busy time that went into some kind of action."""
+        busy = sum(e.seconds for e in self.events)
+        return sum(e.seconds for e in self.events if wanted(e.parsed())) / busy if busy else 0.0
+
+
+def merged(parts: list[Timeline]) -> Timeline:
+    """One timeline out of what each rank saw, from the first start on."""
+    events = [e for part in parts for e in part.events]
+    zero = min((e.start for e in events), default=0.0)
+    return Timeline(
+        events=tuple(replace(e, start=e.start - zero, stop=e.stop - zero) for e in events),
+        clock=parts[0].clock,
+        memory=tuple(tuple((t - zero, m) for t, m in row) for p in parts for row in p.memory),
+        peaks=tuple(peak for part in parts for peak in part.peaks),
+        stashes=tuple(n for part in parts for n in part.stashes),
+    )
+
+
+def counted(schedule: Schedule) -> tuple[int, ...]:
+    """The most samples each rank keeps at once, stage by stage, if the order is followed."""
+    most = []
+    for row in schedule.ranks:
+        live = peak = 0
+        for action in row:
+            if action.computes:
+                live += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind.value]
+                peak = max(peak, live)
+        most.append(peak)
+    return tuple(most)

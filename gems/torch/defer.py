@@ -1,0 +1,245 @@
+"""Put weight gradients off: backward gives input gradients first (I), weight gradients later (W).
+
+A deferred module runs on detached weights, so autograd computes only what goes on towards the
+input, with the same kernels. A hook on its output notes input and output gradient in the ledger
+of the micro-batch; settling the ledger computes the weight gradients and adds them up.
+
+Convolutions, linear layers, layer norm and group norm are deferred. BatchNorm is not: the sums
+that its weight gradients are come out of its input gradient anyway. Nor is what carries hooks or
+parametrisations: such modules run as they are, and their weight gradients come with I.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Tensor = torch.Tensor
+Settle = Callable[[Tensor, Tensor], None]
+Entry = tuple[Settle, Tensor, Tensor]
+
+
+class Ledger:
+    """What is put off, per micro-batch. `page` is the one that forward writes to now."""
+
+    def __init__(self) -> None:
+        self.page: list[Entry] | None = None
+
+    def deferral(self, module: nn.Module) -> Callable[..., Any] | None:
+        """A function that does what `module` does and puts its weight gradient off, if it can."""
+        make = DEFERRED.get(type(module))
+        if make is None or _hooked(module):
+            return None
+        deferred = make(module)
+        return None if deferred is None else lambda *a, **k: self._run(module, deferred, a, k)
+
+    def _run(self, module: nn.Module, deferred: Deferred, args: Any, kwargs: Any) -> Tensor:
+        page = self.page
+        wants = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if page is None or not wants or kwargs or len(args) != 1 or not deferred.takes(args[0]):
+            return module(*args, **kwargs)
+        x = args[0]
+        y, settle = deferred.forward(x)
+        kept = x.detach()
+        if not y.requires_grad:  # the first layer: nothing before it wants a gradient
+            y = receive(y, lambda gradient: page.append((settle, kept, gradient)))
+        else:
+            y.register_hook(lambda gradient: page.append((settle, kept, gradient)))
+        return y
+
+
+def settle(page: list[Entry]) -> None:
+    """Compute the weight gradients on a page, in the order backward would have."""
+    with torch.no_grad():
+        for work, x, gradient in page:
+            work(x, gradient)
+    page.clear()
+
+
+class Receive(torch.autograd.Function):
+    """A tensor from elsewhere as a non-leaf, so that an in-place op may come first."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], arrived: Any) -> Tensor:
+        ctx.arrived = arrived
+        return box.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        ctx.arrived(gradients[0])
+        return None, None, None
+
+
+def receive(x: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+    """`x` with a gradient that is handed to `arrived` in backward."""
+    return Receive.apply(torch.empty(0, requires_grad=True), [x.detach()], arrived)  # type: ignore
+
+
+def accumulate(parameter: nn.Parameter | None, gradient: Tensor | None) -> None:
+    if parameter is None or gradient is None or not parameter.requires_grad:
+        return
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class Deferred(ABC):
+    """One module's arithmetic, taken apart."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def takes(self, x: Any) -> bool:
+        """Whether it can be done for this input; otherwise the module runs as it is."""
+        return isinstance(x, Tensor)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+        """The module's output, and what to do with input and output gradient later."""
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        m = self.module
+        return m.weight.detach(), None if m.bias is None else m.bias.detach()
+
+
+class _Convolution(Deferred):
+    """1-D to 3-D, transposed or not; padding other than zeros is applied to the input first."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.dims = len(module.kernel_size)
+        self.transposed = module.transposed
+        padded = not self.transposed and module.padding_mode != "zeros"
+        self.border = module._reversed_padding_repeated_twice if padded else None
+        self.padding = (0,) * self.dims if padded else module.padding
+        kind = "conv_transpose" if self.transposed else "conv"
+        self.run = getattr(F, f"{kind}{self.dims}d")
+
+    def takes(self, x: Any) -> bool:
+        return super().takes(x) and x.dim() == self.dims + 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+        m = self.module
+        extra = (m.output_padding, m.groups, m.dilation) if self.transposed else None
+        w, b = self.weights()
+        padded = self._pad(x)
+        if extra is None:
+            y = self.run(padded, w, b, m.stride, self.padding, m.dilation, m.groups)
+        else:
+            y = self.run(padded, w, b, m.stride, self.padding, *extra)
+        return y, self.settle
+
+    def _pad(self, x: Tensor) -> Tensor:
+        if self.border is None:
+            return x
+        return F.pad(x, self.border, mode=self.module.padding_mode)
+
+    def settle(self, x: Tensor, gradient: Tensor) -> None:
+        m = self.module
+        bias = m.bias is not None and m.bias.requires_grad
+        _, dw, db = torch.ops.aten.convolution_backward(
+            gradient,
+            self._pad(x).to(gradient.dtype),
+            m.weight.detach().to(gradient.dtype),
+            [m.out_channels] if bias else None,
+            m.stride,
+            self.padding,
+            m.dilation,
+            self.transposed,
+            m.output_padding,
+            m.groups,
+            [False, m.weight.requires_grad, bias],
+        )
+        accumulate(m.weight, dw)
+        accumulate(m.bias, db)
+
+
+class _Linear(Deferred):
+    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+        return F.linear(x, *self.weights()), self.settle
+
+    def settle(self, x: Tensor, gradient: Tensor) -> None:
+        m = self.module
+        g = gradient.reshape(-1, m.out_features)
+        if m.weight.requires_grad:
+            accumulate(m.weight, g.t() @ x.reshape(-1, m.in_features).to(g.dtype))
+        if m.bias is not None and m.bias.requires_grad:
+            accumulate(m.bias, g.sum(0))
+
+
+class _Norm(Deferred):
+    def takes(self, x: Any) -> bool:
+        # Under autocast norms change precision inside; they then run as they are.
+        return super().takes(x) and not torch.is_autocast_enabled(x.device.type)
+
+    def mask(self) -> list[bool]:
+        m = self.module
+        return [False, m.weight.requires_grad, m.bias is not None and m.bias.requires_grad]
+
+
+class _LayerNorm(_Norm):
+    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+        m = self.module
+        y, mean, rstd = torch.native_layer_norm(x, m.normalized_shape, *self.weights(), m.eps)
+
+        def settle(x: Tensor, gradient: Tensor) -> None:
+            _, dw, db = torch.ops.aten.native_layer_norm_backward(
+                gradient, x, m.normalized_shape, mean, rstd, *self.weights(), self.mask()
+            )
+            accumulate(m.weight, dw)
+            accumulate(m.bias, db)
+
+        return y, settle
+
+
+class _GroupNorm(_Norm):
+    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+        m = self.module
+        n, c = x.shape[:2]
+        area = x[0, 0].numel()
+        x = x.contiguous()
+        y, mean, rstd = torch.native_group_norm(x, *self.weights(), n, c, area, m.num_groups, m.eps)
+
+        def settle(x: Tensor, gradient: Tensor) -> None:
+            _, dw, db = torch.ops.aten.native_group_norm_backward(
+                gradient.contiguous(), x.contiguous(), mean, rstd, self.weights()[0],
+                n, c, area, m.num_groups, self.mask(),
+            )  # fmt: skip
+            accumulate(m.weight, dw)
+            accumulate(m.bias, db)
+
+        return y, settle
+
+
+def _convolution(module: Any) -> Deferred | None:
+    return None if isinstance(module.padding, str) else _Convolution(module)
+
+
+def _affine(kind: type[Deferred]) -> Callable[[Any], Deferred | None]:
+    return lambda module: None if module.weight is None else kind(module)
+
+
+DEFERRED: dict[type[nn.Module], Callable[[Any], Deferred | None]] = {
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
+    nn.ConvTranspose1d: _convolution,
+    nn.ConvTranspose2d: _convolution,
+    nn.ConvTranspose3d: _convolution,
+    nn.Linear: _Linear,
+    nn.LayerNorm: _affine(_LayerNorm),
+    nn.GroupNorm: _affine(_GroupNorm),
+}
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Hooks of a module or its parameters expect the ordinary course of things."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind, None) for kind in kinds):
+        return True
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(p, kind, None) for p in module.parameters() for kind in kinds)

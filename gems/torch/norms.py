@@ -1,0 +1,84 @@
+"""Running statistics in sample order, although several ranks see the samples.
+
+Normalisation layers in training mode use the statistics of the micro-batch and only keep a running
+average for later: r <- (1 - m) r + m s. It is linear, so after n micro-batches
+
+    r_n = (1 - m)^n r_0  +  sum over i of (1 - m)^(n - 1 - i) m s_i
+
+whoever computed each s_i. Every holder of a stage adds up the terms of its own micro-batches, and
+the sums travel with the gradients. With `momentum=None` the average is cumulative: all s_i weigh
+the same. A layer that is called u times per forward takes u steps per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+Tensor = torch.Tensor
+
+
+def tracked(module: nn.Module) -> bool:
+    """Whether a forward of this module, as it is now, changes running statistics."""
+    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+
+
+class Statistics:
+    """The running averages of one stage on one rank, during one step of n micro-batches."""
+
+    def __init__(self, uses: list[tuple[Any, int]], micro_batches: int) -> None:
+        self.n = micro_batches
+        self.layers = [(module, calls) for module, calls in uses if tracked(module)]
+        self.running = [r for m, _ in self.layers for r in (m.running_mean, m.running_var)]
+        self.counts = [m.num_batches_tracked for m, _ in self.layers]
+        self.base = [r.clone() for r in self.running]
+        self.base_counts = [int(c) for c in self.counts]
+        self.sums = [torch.zeros_like(r) for r in self.running]
+
+    @contextmanager
+    def during(self, position: int) -> Iterator[None]:
+        """Around the forward of the micro-batch at this position in the order of samples."""
+        if not self.layers:
+            yield
+            return
+        # Backward may hold on to the buffers that forward saw, so each forward gets fresh ones.
+        fresh = [torch.zeros_like(r) for r in self.running]
+        torch._foreach_zero_(self.counts)
+        self._install(fresh)
+        yield
+        self._install(self.running)
+        later = self.n - 1 - position
+        weights = [self._weight(j, later) for j in range(len(self.layers)) for _ in range(2)]
+        torch._foreach_add_(self.sums, torch._foreach_mul(fresh, weights))
+
+    def _install(self, running: list[Tensor]) -> None:
+        for j, (module, _) in enumerate(self.layers):
+            module._buffers["running_mean"] = running[2 * j]
+            module._buffers["running_var"] = running[2 * j + 1]
+
+    def _weight(self, j: int, later: int) -> float:
+        """What the steps of one micro-batch still count for after `later` more of them."""
+        module, calls = self.layers[j]
+        if module.momentum is None:
+            return calls / (self.base_counts[j] + calls * self.n)
+        return (1 - module.momentum) ** (calls * later)
+
+    def finish(self, sums: list[Tensor]) -> None:
+        """Put the averages in place, given the sums over all holders."""
+        for j, (module, calls) in enumerate(self.layers):
+            steps = calls * self.n
+            old = self.base_counts[j]
+            decay = (
+                old / (old + steps) if module.momentum is None else (1 - module.momentum) ** steps
+            )
+            for k in (2 * j, 2 * j + 1):
+                torch.add(sums[k], self.base[k], alpha=decay, out=self.running[k])
+            self.counts[j].fill_(old + (steps if isinstance(module, _counting) else 0))
+
+
+_counting = nn.modules.batchnorm._BatchNorm  # instance norm does not count its batches

@@ -1,0 +1,116 @@
+"""Measure what blocks cost here: each distinct call runs once, forward and backward, on noise."""
+
+from __future__ import annotations
+
+import copy
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gems.costs import Cost, Costs
+from gems.estimate import estimate
+from gems.machine import machine
+from gems.torch.record import Attr, Call, Record, Ref
+from gems.torch.trace import Trace
+
+REPEATS = 3
+
+
+def measure(traced: Trace, model: nn.Module, device: torch.device) -> Costs:
+    """Seconds of every block, the best of a few runs; bytes as in the estimate.
+
+    Two calls of the same kind, shapes and settings are measured once.
+    """
+    guess = estimate(traced.graph, machine("cpu"))
+    known: dict[str, tuple[float, float]] = {}
+    items = []
+    for i, cost in enumerate(guess.items):
+        forward = backward = 0.0
+        for call in traced.calls(i):
+            signature = _signature(call, traced.record, model)
+            if signature not in known:
+                known[signature] = _time(call, traced.record, model, device)
+            f, b = known[signature]
+            forward, backward = forward + f, backward + b
+        share = cost.w / cost.b if cost.b else 0.0
+        items.append(
+            Cost(forward, backward * (1 - share), backward * share, cost.stash, cost.weights)
+        )
+    return Costs(tuple(items))
+
+
+def _signature(call: Call, record: Record, model: nn.Module) -> str:
+    def spell(x: Any) -> Any:
+        if isinstance(x, Ref):
+            value = record.values[x.name]
+            return value.shape, value.strides, value.dtype, value.grad
+        return (x.name and "weight") if isinstance(x, Attr) else x
+
+    what = repr(model.get_submodule(call.module)) if call.module else repr(call.function)
+    parts = pytree.tree_map(spell, (call.args, call.kwargs), is_leaf=_is_place)
+    return f"{what} {parts!r} {[record.values[n].shape for n in call.writes]}"
+
+
+def _is_place(x: Any) -> bool:
+    return isinstance(x, (Ref, Attr))
+
+
+def _time(
+    call: Call, record: Record, model: nn.Module, device: torch.device
+) -> tuple[float, float]:
+    target: Any = call.function
+    if call.module is not None:
+        target = copy.deepcopy(model.get_submodule(call.module)).to_empty(device=device)
+        with torch.no_grad():
+            for weight in (*target.parameters(), *target.buffers()):
+                weight.zero_()
+
+    def noise(x: Any) -> Any:
+        if isinstance(x, Attr):
+            held = {**record.parameters, **record.buffers}[x.name]
+            made = torch.zeros(held.shape, dtype=getattr(torch, held.dtype), device=device)
+            return made.requires_grad_(x.name in record.parameters)
+        if not isinstance(x, Ref):
+            return x
+        value = record.values[x.name]
+        dtype = getattr(torch, value.dtype)
+        made = torch.empty_strided(value.shape, value.strides, dtype=dtype, device=device)
+        if not dtype.is_floating_point:
+            return made.zero_()
+        made.normal_()
+        return made.requires_grad_(True).view_as(made) if value.grad else made
+
+    forward = backward = float("inf")
+    for _ in range(REPEATS):
+        args, kwargs = pytree.tree_map(noise, (call.args, call.kwargs), is_leaf=_is_place)
+        args = pytree.tree_map(_writable, args)
+        start = _now(device)
+        with torch.set_grad_enabled(call.grad):
+            result = target(*args, **kwargs)
+        middle = _now(device)
+        roots = [x for x in pytree.tree_leaves(result) if _wants(x)]
+        seeds = [torch.ones_like(x) for x in roots]
+        begin = _now(device)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        end = _now(device)
+        forward, backward = min(forward, middle - start), min(backward, end - begin)
+    return forward, backward
+
+
+def _writable(x: Any) -> Any:
+    """In-place calls need a non-leaf."""
+    return x * 1 if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+
+def _wants(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()

@@ -1,0 +1,220 @@
+"""The Python of one stage: its recorded calls, written out as a function and compiled.
+
+Generated code costs nothing over the user's own forward. It calls the user's own modules, so
+hooks, train/eval and state-dict names stay theirs, and it forgets each value after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from gems.torch.record import Attr, Call, Record, Ref
+
+Deferral = Callable[[nn.Module], Callable[..., Any] | None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled stage. `run(*inputs)` gives the outputs, both in the order of their names."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+    source: str
+
+
+def write(
+    record: Record,
+    model: nn.Module,
+    calls: Sequence[Call],
+    outputs: Sequence[str],
+    around_random: Callable[[str], Any],
+    deferral: Deferral | None = None,
+) -> Program:
+    """Compile `calls` into a function that gives `outputs`.
+
+    `around_random(call name)` is a context for calls that draw random numbers. `deferral` may
+    replace a module by a function that puts its weight gradient off.
+    """
+    writer = _Writer(record, model, around_random, deferral)
+    made = {name for call in calls for name in call.writes}
+    inputs = tuple(dict.fromkeys(n for c in calls for n in c.reads if n not in made))
+    inputs += tuple(n for n in outputs if n not in made and n not in inputs)
+    writer.function("stage", inputs, calls, tuple(outputs))
+    source = "\n".join(writer.lines) + "\n"
+    scope = dict(writer.scope)
+    exec(compile(source, f"<stage {calls[0].name if calls else 'empty'}>", "exec"), scope)
+    return Program(inputs, tuple(outputs), scope["stage"], source)
+
+
+class _Writer:
+    def __init__(
+        self,
+        record: Record,
+        model: nn.Module,
+        around_random: Callable[[str], Any],
+        deferral: Deferral | None,
+    ) -> None:
+        self.record, self.model = record, model
+        self.around_random, self.deferral = around_random, deferral
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {
+            "_no_grad": torch.no_grad,
+            "_grad": torch.enable_grad,
+            "_autocast": torch.autocast,
+            "_random": around_random,
+            "_checkpoint": torch_checkpoint.checkpoint,
+        }
+        self.bound: dict[int, str] = {}
+        self.variables: dict[str, str] = {}
+
+    def function(
+        self, name: str, inputs: Iterable[str], calls: Sequence[Call], outputs: tuple[str, ...],
+        indent: str = "",
+    ) -> None:  # fmt: skip
+        """Write `def name(inputs): calls; return outputs`."""
+        arguments = ", ".join(self.var(n) for n in inputs)
+        self.lines.append(f"{indent}def {name}({arguments}):")
+        body = indent + "    "
+        last_use = _last_uses(calls, outputs)
+        position, wanted = 0, ()
+        while position < len(calls):
+            run = _region_at(calls, position) if not indent else [calls[position]]
+            if len(run) > 1 or (not indent and run[0].region is not None):
+                wanted = _wanted_after(run, calls[position + len(run) :], outputs)
+                self._region(run, wanted, body)
+            else:
+                self._call(run[0], body)
+            position += len(run)
+            gone = [self.var(n) for n in last_use.get(position - 1, ())]
+            if len(run) > 1:
+                inside = {n for c in run for n in c.writes}
+                used = (
+                    n for at in range(position - len(run), position) for n in last_use.get(at, ())
+                )
+                gone = [self.var(n) for n in used if n not in inside or n in wanted]
+            if gone:
+                self.lines.append(f"{body}del {', '.join(gone)}")
+        results = "".join(f"{self.var(n)}, " for n in outputs)
+        self.lines.append(f"{body}return ({results})")
+
+    def _region(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
+        """A torch.utils.checkpoint region stays one: its calls are recomputed in backward."""
+        made = {n for c in run for n in c.writes}
+        inputs = tuple(dict.fromkeys(n for c in run for n in c.reads if n not in made))
+        name = f"region{run[0].region}"
+        self.function(name, inputs, run, wanted, indent)
+        arguments = "".join(f", {self.var(n)}" for n in inputs)
+        results = "".join(f"{self.var(n)}, " for n in wanted)
+        self.lines.append(f"{indent}{results}= _checkpoint({name}{arguments}, use_reentrant=False)")
+
+    def _call(self, call: Call, indent: str) -> None:
+        for context in self._contexts(call):
+            self.lines.append(f"{indent}with {context}:")
+            indent += "    "
+        target = self._target(call)
+        arguments = [self.expression(a) for a in call.args]
+        arguments += [f"{key}={self.expression(a)}" for key, a in call.kwargs.items()]
+        invocation = f"{target}({', '.join(arguments)})"
+        if len(call.outs) == 1 and call.outs[0][0] == ():
+            self.lines.append(f"{indent}{self.var(call.outs[0][1])} = {invocation}")
+        else:
+            self.lines.append(f"{indent}_ = {invocation}" if call.outs else f"{indent}{invocation}")
+            for path, name in call.outs:
+                keys = "".join(f"[{key!r}]" for key in path)
+                self.lines.append(f"{indent}{self.var(name)} = _{keys}")
+            if call.outs:
+                self.lines.append(f"{indent}del _")
+        for old, new in call.mutates:
+            if new:
+                self.lines.append(f"{indent}{self.var(new)} = {self.var(old)}")
+
+    def _contexts(self, call: Call) -> list[str]:
+        found = []
+        if not call.grad:
+            found.append("_no_grad()")
+        if call.autocast is not None:
+            enabled, dtype = call.autocast
+            found.append(f"_autocast({self.device!r}, {self.bind(dtype)}, enabled={enabled})")
+        if call.random:
+            found.append(f"_random({call.name!r})")
+        return found
+
+    @property
+    def device(self) -> str:
+        return self.record.device
+
+    def _target(self, call: Call) -> str:
+        if call.module is None:
+            return self.bind(call.function)
+        module = self.model.get_submodule(call.module)
+        put_off = self.deferral(module) if self.deferral and call.grad and not call.region else None
+        return self.bind(put_off or module)
+
+    def expression(self, x: Any) -> str:
+        """Python for an argument: values by variable, weights by attribute, the rest as it was."""
+        if isinstance(x, Ref):
+            return self.var(x.name)
+        if isinstance(x, Attr):
+            path, _, key = x.name.rpartition(".")
+            return f"{self.bind(self.model.get_submodule(path))}.{key}"
+        if type(x) in (int, bool, str, type(None)):
+            return repr(x)
+        if type(x) is tuple:
+            return "(" + "".join(f"{self.expression(i)}, " for i in x) + ")"
+        if isinstance(x, slice):
+            return f"slice({', '.join(map(self.expression, (x.start, x.stop, x.step)))})"
+        if type(x) is list:
+            return "[" + ", ".join(self.expression(i) for i in x) + "]"
+        if type(x) is dict:
+            return "{" + ", ".join(f"{k!r}: {self.expression(v)}" for k, v in x.items()) + "}"
+        return self.bind(x)
+
+    def bind(self, thing: Any) -> str:
+        """A name for something that the code uses as it is."""
+        if id(thing) not in self.bound:
+            self.bound[id(thing)] = name = f"k{len(self.bound)}"
+            self.scope[name] = thing
+        return self.bound[id(thing)]
+
+    def var(self, name: str) -> str:
+        return self.variables.setdefault(name, f"v{len(self.variables)}")
+
+
+def _last_uses(calls: Sequence[Call], outputs: tuple[str, ...]) -> dict[int, list[str]]:
+    """Which values to forget after which call."""
+    last: dict[str, int] = {}
+    for position, call in enumerate(calls):
+        for name in (*call.reads, *call.writes, *(old for old, _ in call.mutates)):
+            last[name] = position
+    found: dict[int, list[str]] = {}
+    for name, position in last.items():
+        if name not in outputs:
+            found.setdefault(position, []).append(name)
+    return found
+
+
+def _region_at(calls: Sequence[Call], position: int) -> list[Call]:
+    region = calls[position].region
+    if region is None:
+        return [calls[position]]
+    run = []
+    for call in calls[position:]:
+        if call.region != region:
+            break
+        run.append(call)
+    return run
+
+
+def _wanted_after(
+    run: Sequence[Call], later: Sequence[Call], outputs: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The values of a region that something outside of it reads."""
+    read = {n for call in later for n in call.reads} | set(outputs)
+    return tuple(n for call in run for n in call.writes if n in read)

@@ -1,0 +1,442 @@
+"""Train any model under any plan: the face of the PyTorch door."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gems import machine as machines
+from gems.costs import Costs, of_stages
+from gems.engine.loop import Engine
+from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
+from gems.estimate import estimate
+from gems.files import from_json
+from gems.plan import Plan
+from gems.planner.assign import assign, stages
+from gems.planner.search import explain, search
+from gems.schedule.build import lowered
+from gems.schedule.check import require
+from gems.schedule.core import Schedule
+from gems.schedule.passes import forward_only
+from gems.timeline import Timeline, merged
+from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
+from gems.torch.batch import Batch, describe, split, tensors
+from gems.torch.launch import connect, device_for
+from gems.torch.profile import measure
+from gems.torch.random import key
+from gems.torch.record import Ref
+from gems.torch.scale import LossScale
+from gems.torch.trace import Trace, as_module, trace
+from gems.torch.weights import (
+    Initialize,
+    keep_only,
+    load_state,
+    ownership,
+    refuse_unordered,
+    whole_state,
+)
+from gems.transport.core import Transport
+
+log = logging.getLogger(__name__)
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gave, the same on every rank. `norm` is the gradient's, before clipping."""
+
+    loss: float
+    samples: int
+    seconds: float
+    updated: bool
+    norm: float | None = None
+
+
+class Trainer:
+    """A model under a plan. Every rank makes one, with the same arguments.
+
+    model        any nn.Module (it may be on the meta device), or a list of them, one per stage
+    loss         loss(output, target): the mean over a micro-batch
+    optimizer    parameters -> torch optimizer; each rank has the one of its own stages
+    sample       inputs of one micro-batch, for their shapes: a tensor, a tuple or a dict
+    plan         a gems.Plan, a file of one, or "auto"
+    memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans and schedules
+    costs        what blocks cost: "estimate", "measure" (run each once here), or a gems.Costs
+    machine      what estimates and "auto" plans are for
+    schedule     an order of one's own, instead of the plan's
+    precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
+    clip         largest norm of the whole gradient
+    accumulate   calls of `step` per update
+    initialize   sets up the weights of a module, for models on the meta device
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        loss: Loss | None = None,
+        optimizer: MakeOptimizer | None = None,
+        sample: Any = None,
+        plan: Plan | str | Path = "auto",
+        *,
+        memory: str | float | None = None,
+        costs: str | Costs = "estimate",
+        machine: str | machines.Machine = "cpu",
+        schedule: Schedule | None = None,
+        precision: str = "fp32",
+        clip: float | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        initialize: Initialize | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self.transport = transport or connect(backend)
+        self.rank = self.transport.rank
+        self.device = torch.device(device) if device is not None else device_for(self.transport)
+        self.loss, self.clip, self.accumulate, self.seed = loss, clip, accumulate, seed
+        self.precision = precision
+        self.memory = None if memory is None else machines.bytes_of(memory)
+        self.machine = machines.machine(machine) if isinstance(machine, str) else machine
+        self.steps = 0  # calls of `step` so far
+        self.window = 0  # samples of the update under way, when several calls make one
+        self._local: Timeline | None = None
+        self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
+        self.scale = LossScale() if precision == "fp16" else None
+        self.optimizer = self._make_optimizer(optimizer)
+        self.adapter.optimizer = self.optimizer
+
+    # --- setting up -----------------------------------------------------------------------------
+
+    def _together(self, work: Callable[[], str]) -> None:
+        """Do something on all ranks that must succeed, and come out the same, on all of them."""
+        failure: GemsError | None = None
+        try:
+            outcome = work()
+        except GemsError as error:
+            failure, outcome = error, f"failed: {error}"
+        outcomes = self.transport.gather(outcome)
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(outcomes):
+            if other != outcome:
+                what = other if other.startswith("failed") else "came to another plan or schedule"
+                raise PeerError(
+                    f"rank {rank} {what}. All ranks must be given the same model, sample and plan"
+                )
+
+    def _prepare(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        sample: Any,
+        plan: Plan | str | Path,
+        costs: str | Costs,
+        schedule: Schedule | None,
+        initialize: Initialize | None,
+    ) -> str:
+        """Trace, plan, schedule, keep what is ours. Gives a digest of what all ranks must share."""
+        self._check_options(sample)
+        self.model, self.leaves = as_module(model)
+        traced = self._trace(sample)
+        self.leaves = traced.record.leaves
+        blocks = self._block_costs(costs, traced)
+        plan = self._chosen(plan, traced, blocks)
+        if plan.world != self.transport.world:
+            raise PlanError(
+                f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
+                f", but {self.transport.world} were started; start {plan.world}, or change the plan"
+            )
+        stage_of = stages(plan, traced.graph, blocks)
+        self.plan = plan = assign(plan, traced.graph, blocks)
+        self.costs = of_stages(blocks, traced.graph, stage_of)
+        if schedule is None:
+            self.schedule = lowered(plan, self.costs, self._stash_limit())
+        else:
+            self.schedule = require(schedule, plan)
+        self.owned = ownership(traced.graph, stage_of, plan)
+        self.first_name = traced.record.names
+        refuse_unordered(self.model, traced, self.owned)
+        keep_only(
+            self.model,
+            self.owned.on(self.rank),
+            self.first_name,
+            self.device,
+            self.seed,
+            initialize,
+        )
+        self._connect_engines()
+        return f"{key(str(self.schedule), plan)}"
+
+    def _check_options(self, sample: Any) -> None:
+        if not tensors(sample):
+            raise ShapeError(
+                "sample must have the shapes of one micro-batch of inputs, "
+                f"e.g. torch.empty(1, 3, 1024, 1024); got {type(sample).__name__}"
+            )
+        if self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise PlanError(f"precision {self.precision!r} is unknown; choose one of {known}")
+        if self.accumulate < 1:
+            raise PlanError(f"accumulate is {self.accumulate}; an update takes at least one step")
+
+    def _trace(self, sample: Any) -> Trace:
+        dtype = PRECISIONS[self.precision]
+        with torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            return trace(self.model, sample, device=self.device, leaves=self.leaves, twice=True)
+
+    def _block_costs(self, costs: str | Costs, traced: Trace) -> Costs:
+        if isinstance(costs, Costs):
+            if len(costs) != len(traced.graph.blocks):
+                raise PlanError(
+                    f"costs are of {len(costs)} blocks, the model has {len(traced.graph.blocks)}"
+                )
+            return costs
+        if costs == "measure":
+            mine = measure(traced, self.model, self.device) if self.rank == 0 else None
+            return self.transport.gather(mine)[0]
+        if costs != "estimate":
+            raise PlanError(f"costs is {costs!r}; give 'estimate', 'measure' or a gems.Costs")
+        return estimate(traced.graph, self.machine)
+
+    def _chosen(self, plan: Plan | str | Path, traced: Trace, blocks: Costs) -> Plan:
+        if isinstance(plan, Plan):
+            return plan
+        if plan == "auto":
+            found = search(traced.graph, blocks, self.machine, self.transport.world, self.memory)
+            log.info("%s", explain(found))
+            return found[0].plan
+        return from_json(Plan, Path(plan).read_text())
+
+    def _stash_limit(self) -> float | None:
+        """What `memory` leaves for backward on the rank with most weights."""
+        if self.memory is None:
+            return None
+        held = [sum(self.costs[s].weights for s in on) for on in self.plan.stages_on]
+        return self.memory - 4 * max(held)
+
+    def _connect_engines(self) -> None:
+        plan, transport = self.plan, self.transport
+        rows = (self.schedule, forward_only(plan))
+        links = {
+            (rank, plan.rank_for(a.peer, a.micro_batch))
+            for schedule in rows
+            for rank, a in schedule
+            if a.way == ">"
+        }
+        groups = set(plan.holders) | {self.owned.holders[n] for n in self.owned.tied()}
+        transport.prepare(sorted(groups), sorted(links))
+        self.adapter = TorchAdapter(
+            self.model,
+            plan,
+            self.schedule.ranks[self.rank],
+            self.owned,
+            rank=self.rank,
+            loss=self.loss,
+            device=self.device,
+            precision=self.precision,
+            seed=self.seed,
+            leaves=self.leaves,
+        )
+        self.engine = Engine(plan, self.schedule, self.adapter, transport)
+        self.reader = Engine(plan, rows[1], self.adapter, transport)
+
+    def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
+        if make is None:
+            return None
+        mine = self.parameters() or [nn.Parameter(torch.zeros(0, device=self.device))]
+        return make(mine)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that this rank has."""
+        return [p for _, p in self._named_parameters()]
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        held = self.adapter.held
+        return [(n, p) for n, p in self.model.named_parameters() if n in held]
+
+    # --- training -------------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any = None) -> Step:
+        """One step on the whole batch, given to every rank; updates when its window is full."""
+        if self.loss is None or self.optimizer is None:
+            raise GemsError("this trainer has no loss or no optimizer; it can only predict")
+        start = perf_counter()
+        self.model.train()
+        batch = split(inputs, targets, self.plan.total)
+        update = (self.steps + 1) % self.accumulate == 0
+        first = self.window or batch.samples
+        # Losses are weighed so that gradients are averaged over all samples of the window; the
+        # first call does not know their number, so the last one mends it.
+        scale = batch.samples / first * (self.scale.value if self.scale else 1.0)
+        self._begin(batch, training=True, scale=scale, update=update)
+        self._local = self.engine.step(self.steps)
+        self.adapter.settle_alone()
+        self.window += batch.samples
+        self.steps += 1
+        loss, norm = self._agree_on_loss(update)
+        updated = update and self._update(first, norm)
+        if update:
+            self.window = 0
+        shown = norm if update and self.clip is not None else None
+        return Step(loss, batch.samples, perf_counter() - start, updated, shown)
+
+    def _begin(
+        self, batch: Batch, *, training: bool, scale: float = 1.0, update: bool = True
+    ) -> None:
+        """All ranks must be about to do the same; otherwise messages would not fit."""
+        what = key(describe(batch.inputs), batch.sizes, self.steps, training, update) >> 20
+        seen = torch.tensor([what, what * what % 1000003], dtype=torch.int64)
+        total = seen.clone()
+        self.transport.add_up(total, tuple(range(self.transport.world))).wait()
+        if not torch.equal(total, seen * self.transport.world):
+            raise ShapeError(
+                f"ranks were given different batches; rank {self.rank} has step {self.steps}, "
+                f"{describe(batch.inputs[0])} first of {batch.samples} samples. Give every rank "
+                "the same global batch"
+            )
+        try:
+            self.adapter.begin(batch, self.steps, training=training, scale=scale, update=update)
+        except TraceError as error:
+            raise ShapeError(
+                f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
+            ) from error
+
+    def _agree_on_loss(self, update: bool) -> tuple[float, float]:
+        """The step's loss and the gradient's norm, which every rank has a part of."""
+        if update:
+            self._sum_tied()
+        wants_norm = update and (self.clip is not None or self.scale is not None)
+        mine = self._square_norm() if wants_norm else 0.0
+        parts = torch.tensor([self.adapter.weighted_loss(), mine], dtype=torch.float64)
+        self.transport.add_up(parts, tuple(range(self.transport.world))).wait()
+        loss, square = parts.tolist()
+        if not math.isfinite(loss):
+            raise LossError(
+                f"the loss is {loss} in step {self.steps - 1}; no update was made. Look at the "
+                "data of this step, lower the learning rate, or clip gradients"
+            )
+        return loss, math.sqrt(square) if square >= 0 else math.nan
+
+    def _sum_tied(self) -> None:
+        """Weights that several stages use: their gradients are summed like a replica's."""
+        parameters = dict(self._named_parameters())
+        for name in self.owned.tied():
+            p = parameters.get(name)
+            if p is None or not p.requires_grad:
+                continue
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            flat = torch.cat((gradient.reshape(-1), gradient.new_tensor([p.grad is not None])))
+            self.transport.add_up(flat, self.owned.holders[name]).wait()
+            p.grad = flat[:-1].view_as(p) if flat[-1].item() else None
+
+    def _square_norm(self) -> float:
+        """Of the gradients that this rank is the first to have, so that each counts once."""
+        total = 0.0
+        for name, p in self._named_parameters():
+            if p.grad is not None and self.owned.holders[name][0] == self.rank:
+                total += float(p.grad.detach().double().square().sum())
+        return total
+
+    def _update(self, first: int, norm: float) -> bool:
+        """Take the optimizer's step on averaged, unscaled and clipped gradients."""
+        assert self.optimizer is not None
+        factor = first / self.window
+        if self.scale is not None:
+            factor /= self.scale.value
+            overflowed = not math.isfinite(norm)
+            self.scale.update(overflowed)
+            if overflowed:
+                self.optimizer.zero_grad(set_to_none=True)
+                return False
+        norm *= factor
+        if self.clip is not None and norm > self.clip:
+            factor *= self.clip / (norm + 1e-6)
+        if factor != 1.0:
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    # --- prediction -----------------------------------------------------------------------------
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's output in evaluation mode, for a whole batch, on every rank's host."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                batch = split(inputs, None, self.plan.total)
+                self._begin(batch, training=False)
+                self._local = self.reader.step(self.steps)
+                return self._collect(batch)
+        finally:
+            self.model.train(training)
+
+    def _collect(self, batch: Batch) -> Any:
+        """Outputs of all micro-batches, from the ranks that have them, joined in order."""
+        parts: list[list[torch.Tensor]] = []
+        cut = None
+        for i, size in enumerate(batch.sizes):
+            if not size:
+                continue
+            cut = self.adapter.of[i]
+            source = self.plan.rank_for(self.plan.depth - 1, i)
+            own = tensors(self.adapter.outputs.pop(i)) if source == self.rank else None
+            parts.append(self._shared(cut.trace, own, source))
+        assert cut is not None
+        joined = iter([torch.cat(pieces) if pieces[0].dim() else pieces[0]
+                       for pieces in zip(*parts, strict=True)])  # fmt: skip
+        return pytree.tree_map(
+            lambda x: next(joined) if isinstance(x, (Ref, torch.Tensor)) else x,
+            cut.trace.record.output,
+            is_leaf=lambda x: isinstance(x, Ref),
+        )
+
+    def _shared(
+        self, traced: Trace, own: list[torch.Tensor] | None, source: int
+    ) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(traced.record.output, is_leaf=lambda x: isinstance(x, Ref))
+        found = []
+        for at, ref in enumerate(x for x in leaves if isinstance(x, Ref)):
+            value = traced.graph.value[ref.name]
+            tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
+            if own is not None:
+                tensor.copy_(own[at])
+            if self.transport.world > 1:
+                self.transport.broadcast(tensor, source)
+            found.append(tensor)
+        return found
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The plain model's whole state dict, same keys, on every rank, in host memory.
+
+        All ranks must call it.
+        """
+        return whole_state(self.model, self.owned, self.first_name, self.transport)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take a plain model's state dict; each rank takes its part."""
+        load_state(self.model, state, self.owned.on(self.rank), self.first_name)
+
+    def timeline(self) -> Timeline:
+        """The last step as all ranks measured it. All ranks must call it."""
+        if self._local is None:
+            raise GemsError("nothing has run yet; call step first")
+        return merged(self.transport.gather(self._local))
+
+    def close(self) -> None:
+        """Leave the other ranks. A process group that GEMS started ends."""
+        self.transport.close()

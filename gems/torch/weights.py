@@ -1,0 +1,220 @@
+"""Which rank has which parameters and buffers, and getting and giving them as a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gems.errors import PlanError, ShapeError, faults
+from gems.graph import Graph
+from gems.plan import Plan
+from gems.torch.norms import tracked
+from gems.torch.random import key
+from gems.torch.trace import Trace
+from gems.transport.core import Transport
+
+Initialize = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """For each parameter and buffer, by first name, the stages that use it and who has it.
+
+    What no stage uses belongs to stage 0. What several stages use is tied: its gradients are summed
+    over all of its holders.
+    """
+
+    stages: dict[str, tuple[int, ...]]
+    holders: dict[str, tuple[int, ...]]
+
+    def on(self, rank: int) -> set[str]:
+        return {name for name, ranks in self.holders.items() if rank in ranks}
+
+    def only(self, stage: int) -> list[str]:
+        """The names that this stage alone uses."""
+        return [name for name, stages in self.stages.items() if stages == (stage,)]
+
+    def tied(self) -> list[str]:
+        """The names that several stages on several ranks use."""
+        return [n for n, s in self.stages.items() if len(s) > 1 and len(self.holders[n]) > 1]
+
+
+def ownership(graph: Graph, stage_of: Iterable[int], plan: Plan) -> Ownership:
+    used: dict[str, set[int]] = {name: set() for name in graph.weight}
+    for block, stage in zip(graph.blocks, stage_of, strict=True):
+        for name in (*block.parameters, *block.buffers):
+            used[name].add(stage)
+    stages = {name: tuple(sorted(found)) or (0,) for name, found in used.items()}
+    holders = {
+        name: tuple(sorted({rank for s in found for rank in plan.holders[s]}))
+        for name, found in stages.items()
+    }
+    return Ownership(stages, holders)
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by every name it has."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return found | dict(model.named_buffers(remove_duplicate=False))
+
+
+def keep_only(
+    model: nn.Module,
+    names: set[str],
+    first_name: Mapping[str, str],
+    device: torch.device,
+    seed: int,
+    initialize: Initialize | None = None,
+) -> None:
+    """Have just these weights on the device; the others become shapes without memory.
+
+    Weights that were only shapes so far (a model built on the meta device) are made and
+    initialised: by `initialize(module)` or by the module's own `reset_parameters`, from random
+    numbers that depend on the seed and the module's name alone.
+    """
+    placed: dict[int, torch.Tensor] = {}
+    fresh: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own in (module._parameters, module._buffers):
+            for label, tensor in own.items():
+                if tensor is None:
+                    continue
+                name = first_name[f"{path}.{label}" if path else label]
+                if id(tensor) not in placed:
+                    if name in names and tensor.is_meta:
+                        fresh.setdefault(path, module)
+                    target = device if name in names else torch.device("meta")
+                    new = _moved(tensor, target)
+                    placed[id(tensor)] = placed[id(new)] = new
+                own[label] = placed[id(tensor)]  # type: ignore[assignment]
+    _initialize(fresh, names, first_name, seed, initialize)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.device == device:
+        return tensor
+    new = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    if not isinstance(tensor, nn.Parameter):
+        return new
+    return nn.Parameter(new, requires_grad=tensor.requires_grad)
+
+
+def _initialize(
+    fresh: dict[str, nn.Module],
+    names: set[str],
+    first_name: Mapping[str, str],
+    seed: int,
+    initialize: Initialize | None,
+) -> None:
+    unknown = [path for path, m in fresh.items() if not initialize and not _own_reset(m)]
+    if unknown:
+        raise PlanError(
+            faults(
+                "this model is on the meta device, and these modules do not say how to initialise "
+                "themselves; give initialize=a function of a module, define reset_parameters(), or "
+                "build the model with real weights:",
+                (path or "the model itself" for path in unknown),
+            )
+        )
+    state = torch.get_rng_state()
+    try:
+        for path, module in fresh.items():
+            torch.manual_seed(key(seed, "initialize", path))
+            reset = initialize or _own_reset(module)
+            assert reset is not None
+            with torch.no_grad():
+                reset(module)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _own_reset(module: nn.Module) -> Initialize | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        if hasattr(type(module), name):
+            return getattr(type(module), name)
+    return None
+
+
+def whole_state(
+    model: nn.Module, owned: Ownership, first_name: Mapping[str, str], transport: Transport
+) -> dict[str, torch.Tensor]:
+    """The plain model's state dict, on every rank, in host memory: one broadcast per rank."""
+    wanted = model.state_dict(keep_vars=True)
+    by_rank: dict[int, list[str]] = {}
+    for name in dict.fromkeys(first_name[label] for label in wanted):
+        by_rank.setdefault(owned.holders[name][0], []).append(name)
+    local = named_weights(model)
+    found: dict[str, torch.Tensor] = {}
+    for rank, names in sorted(by_rank.items()):
+        shapes = [(n, local[n].shape, local[n].dtype) for n in names]
+        sizes = [s.numel() * d.itemsize for _, s, d in shapes]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        if rank == transport.rank:
+            parts = [
+                local[n].detach().cpu().contiguous().flatten().view(torch.uint8) for n in names
+            ]
+            torch.cat(parts, out=flat)
+        if transport.world > 1:
+            transport.broadcast(flat, rank)
+        for (name, shape, dtype), part in zip(shapes, flat.split(sizes), strict=True):
+            found[name] = part.clone().view(dtype).reshape(shape)
+    return {label: found[first_name[label]] for label in wanted}
+
+
+def load_state(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    held: set[str],
+    first_name: Mapping[str, str],
+) -> None:
+    """Take from a plain model's state dict what this rank has; the keys must be the model's."""
+    wanted = model.state_dict(keep_vars=True)
+    found = [f"missing: {label}" for label in wanted if label not in state]
+    found += [f"unexpected: {label}" for label in state if label not in wanted]
+    found += [
+        f"{label} has shape {tuple(state[label].shape)}, the model {tuple(tensor.shape)}"
+        for label, tensor in wanted.items()
+        if label in state and state[label].shape != tensor.shape
+    ]
+    if found:
+        raise ShapeError(faults("this state dict is not the model's:", found))
+    local = named_weights(model)
+    with torch.no_grad():
+        for label in wanted:
+            if first_name[label] in held:
+                local[label].copy_(state[label])
+
+
+def refuse_unordered(model: nn.Module, traced: Trace, owned: Ownership) -> None:
+    """A buffer that forward changes must be changed by one stage, and on one rank in sample order.
+
+    Running statistics of normalisation layers may be on several ranks (see norms.py); anything
+    else would depend on who saw which sample first.
+    """
+    found = []
+    for call in traced.record.calls:
+        for name in call.touches:
+            module = model.get_submodule(name.rpartition(".")[0])
+            several = len(owned.stages[name]) > 1
+            if several or (len(owned.holders[name]) > 1 and not tracked(module)):
+                found.append(
+                    f"{name} is changed by {call.name} on ranks {owned.holders[name]}, in stages "
+                    f"{owned.stages[name]}"
+                )
+        if call.module is not None:
+            module = model.get_submodule(call.module)
+            if isinstance(module, nn.SyncBatchNorm):
+                found.append(
+                    f"{call.module} is a SyncBatchNorm, which talks to all ranks by itself"
+                )
+    if found:
+        raise PlanError(
+            faults(
+                "these buffers would not come out as the plain model's; use BatchNorm, put the "
+                "blocks into one stage, and have one replica of it:",
+                dict.fromkeys(found),
+            )
+        )

@@ -1,0 +1,1 @@
+"""Moving bytes between ranks, whatever they mean."""

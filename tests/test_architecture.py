@@ -1,0 +1,248 @@
+"""The map of the package as a test: imports point down, and the pure rooms stay light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "gems"
+
+# Top to bottom. A room may import itself and the rooms of the lines below its own.
+DOOR = "__init__"
+TOWER = (
+    ("__main__",),
+    ("cli",),
+    (DOOR,),
+    ("keras",),
+    ("torch",),
+    ("engine", "planner"),
+    ("simulate", "estimate", "draw", "transport"),
+    ("timeline",),
+    ("schedule",),
+    ("plan", "costs"),
+    ("graph",),
+    ("geometry", "machine", "files"),
+    ("errors", "version"),
+)
+LEVEL = {room: level for level, rooms in enumerate(TOWER) for room in rooms}
+
+# Beside the tower: what each may import of it, and the only rooms that may import them.
+BESIDE = {"models": set(), "data": {"errors"}}
+VISITORS = {"__main__", "cli", DOOR}
+
+# These load no framework. The command line shows its help without one, too.
+PURE = {
+    *("errors", "version", "files", "geometry", "machine", "graph", "costs", "plan", "schedule"),
+    *("timeline", "estimate", "simulate", "draw", "planner"),
+}
+LIGHT = PURE | {DOOR, "__main__", "cli"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}
+
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+every_file = pytest.mark.parametrize(
+    "path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES]
+)
+
+
+def module(path: Path) -> tuple[str, ...]:
+    """`gems/draw/svg.py` is `("gems", "draw", "svg")`; a folder's `__init__.py` is the folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def room(name: tuple[str, ...]) -> str:
+    """The room of a module of ours; the package itself is the door."""
+    return name[1] if len(name) > 1 else DOOR
+
+
+def rooms_on_disk() -> set[str]:
+    """Every top-level module and every folder that holds one."""
+    return {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+
+
+def statements(tree: ast.AST, deep: bool) -> Iterator[ast.AST]:
+    """The import statements of a file; unless `deep`, only those that run when it is imported."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif deep or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
+            yield from statements(child, deep)
+        elif isinstance(child, ast.If):
+            ran = child.orelse if for_types_only(child) else [*child.body, *child.orelse]
+            yield from statements(ast.Module(ran, []), deep)
+
+
+def for_types_only(node: ast.If) -> bool:
+    """Whether this is `if TYPE_CHECKING:`, whose body never runs."""
+    return ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imported(path: Path, source: str, deep: bool) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The line and absolute name of each import. `from gems import plan` is `("gems", "plan")`."""
+    package = module(path) if path.name == "__init__.py" else module(path)[:-1]
+    for node in statements(ast.parse(source), deep):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            if base != ("gems",):
+                yield node.lineno, base
+                continue
+            for alias in node.names:
+                known = alias.name in LEVEL or alias.name in BESIDE
+                yield node.lineno, (*base, alias.name) if known else base
+
+
+def may_import(source: str, target: str) -> bool:
+    """The rule: oneself, and down."""
+    if source == target:
+        return True
+    if source in BESIDE:
+        return target in BESIDE[source]
+    if target in BESIDE:
+        return source in VISITORS
+    return LEVEL[source] < LEVEL[target]
+
+
+def upward(path: Path, source: str) -> list[str]:
+    """Every import of `source`, wherever it stands, that goes up or sideways."""
+    here = room(module(path))
+    targets = [(n, room(name)) for n, name in imported(path, source, True) if name[0] == "gems"]
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {here} imports {there}, which is not below it"
+        for line, there in targets
+        if not may_import(here, there)
+    ]
+
+
+def heavy(path: Path, source: str) -> list[str]:
+    """Every import that would load a framework together with a room that needs none."""
+    if room(module(path)) not in LIGHT:
+        return []
+    return [
+        f"{path.relative_to(ROOT)}:{line}: imports {'.'.join(name)} at the top: move it into the"
+        " function that needs it, or the function into another room"
+        for line, name in imported(path, source, False)
+        if name[0] in FRAMEWORKS or (name[0] == "gems" and room(name) in {"torch", "keras"})
+    ]
+
+
+def modules_after(*imports: str) -> set[str]:
+    """What a fresh interpreter has loaded after these imports."""
+    code = "import json, sys\n" + "".join(f"import {name}\n" for name in imports)
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(json.dumps(sorted(sys.modules)))"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_every_room_is_on_the_map():
+    lost = rooms_on_disk() - set(LEVEL) - set(BESIDE)
+    assert not lost, f"{sorted(lost)} stand nowhere in TOWER or BESIDE: give them a level"
+
+
+@every_file
+def test_imports_point_down(path):
+    found = upward(path, path.read_text(encoding="utf-8"))
+    assert not found, "\n".join(found)
+
+
+@every_file
+def test_light_rooms_import_no_framework_at_the_top(path):
+    found = heavy(path, path.read_text(encoding="utf-8"))
+    assert not found, "\n".join(found)
+
+
+@every_file
+def test_every_module_says_first_what_it_is_for(path):
+    purpose = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert purpose, f"{path.relative_to(ROOT)} has no docstring"
+
+
+@every_file
+def test_no_file_is_named_after_nothing(path):
+    vague = FORBIDDEN_NAMES & {part.strip("_") for part in module(path)}
+    assert not vague, f"{path.relative_to(ROOT)}: {vague} says nothing about what is in it"
+
+
+def test_import_gems_loads_no_framework():
+    assert not modules_after("gems") & FRAMEWORKS
+
+
+def test_the_pure_rooms_and_the_command_line_load_no_framework():
+    names = [module(path) for path in FILES if path.name != "__main__.py"]
+    light = [".".join(name) for name in names if room(name) in LIGHT]
+    loaded = modules_after(*light)
+    assert set(light) <= loaded
+    assert not loaded & FRAMEWORKS
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("geometry.py", "from gems.plan import Plan"),  # up
+        ("geometry.py", "import gems.machine"),  # sideways
+        ("engine/loop.py", "from gems.planner import search"),  # sideways, between folders
+        ("plan.py", "from gems import schedule"),  # by way of the package
+        ("plan.py", "from gems import Plan"),  # through the door
+        ("schedule/core.py", "from ..timeline import Event"),  # relative
+        ("schedule/__init__.py", "from .. import draw"),  # relative, from a folder's own file
+        ("draw/svg.py", "def f():\n    from gems.engine import loop"),  # late
+        ("models/resnet.py", "from gems.errors import GemsError"),
+        ("data/slides.py", "from gems.plan import Plan"),
+        ("torch/trainer.py", "from gems.models import resnet"),
+        ("__init__.py", "from gems.cli import main"),
+    ],
+)
+def test_the_rule_sees_what_points_up(file, line):
+    assert len(upward(PACKAGE / file, line)) == 1
+
+
+@pytest.mark.parametrize(
+    "file, line",
+    [
+        ("plan.py", "from gems.graph import Graph"),
+        ("schedule/papers/gpipe.py", "from ..core import Action"),
+        ("schedule/__init__.py", "from .core import Action"),
+        ("schedule/core.py", "from gems import plan"),
+        ("torch/trainer.py", "import torch\nfrom gems.engine.loop import Engine"),
+        ("data/slides.py", "from gems.errors import GemsError\nfrom gems.data import synthetic"),
+        ("models/unet.py", "import torch\nfrom gems.models.resnet import block"),
+        ("cli/train.py", "from gems.models import resnet\nimport gems"),
+    ],
+)
+def test_the_rule_lets_pass_what_points_down(file, line):
+    assert upward(PACKAGE / file, line) == []
+
+
+@pytest.mark.parametrize(
+    "line, weight",
+    [
+        ("import numpy as np", 1),
+        ("from torch.nn import functional", 1),
+        ("from gems.torch.trainer import Trainer", 1),
+        ("try:\n    import torch\nexcept ImportError:\n    torch = None", 1),
+        ("class A:\n    import torch", 1),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import torch", 1),
+        ("if TYPE_CHECKING:\n    import torch", 0),
+        ("def f():\n    import torch", 0),
+        ("import torchlike", 0),
+    ],
+)
+def test_the_rule_sees_a_framework_only_where_it_is_loaded(line, weight):
+    assert len(heavy(PACKAGE / "cli" / "plan.py", line)) == weight

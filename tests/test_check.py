@@ -1,0 +1,221 @@
+"""What `check` finds: every kind of fault, by rank and action, and all of them at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gems.costs import unit
+from gems.errors import ScheduleError
+from gems.plan import Plan
+from gems.schedule.build import build, lowered
+from gems.schedule.check import check, require
+from gems.schedule.core import Action, Schedule, parse
+from gems.simulate import simulate
+
+CHAIN = Plan(stages=2, micro_batches=2, schedule="1f1b")
+GEMS = Plan(stages=2, schedule="gems", replications=1)
+
+
+def edited(schedule: Schedule, *changes: tuple[str, str]) -> Schedule:
+    """The schedule with pieces of its text replaced; each must be there."""
+    text = str(schedule)
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} in\n{text}"
+        text = text.replace(old, new)
+    return parse(text)
+
+
+def test_a_sound_schedule_has_no_faults() -> None:
+    for plan in (CHAIN, GEMS):
+        assert check(build(plan), plan) == []
+        assert check(lowered(plan), plan) == []
+        assert require(build(plan), plan) == build(plan)
+
+
+def test_work_that_is_missing_is_named() -> None:
+    found = check(edited(build(CHAIN), (" 0B1", "")), CHAIN)
+    assert found == [
+        "the gradient of stage 0, micro-batch 1 is computed 0 times",
+        "the weight of stage 0, micro-batch 1 is computed 0 times",
+    ]
+
+
+def test_work_that_is_done_twice_is_named() -> None:
+    found = check(edited(build(CHAIN), (" 0F1", " 0F1 0F1")), CHAIN)
+    assert found == ["the output of stage 0, micro-batch 1 is computed 2 times"]
+
+
+def test_a_weight_gradient_cannot_be_computed_apart_and_as_part_of_backward() -> None:
+    found = check(edited(build(CHAIN), (" 0B1", " 0B1 0W1")), CHAIN)
+    assert found == ["the weight of stage 0, micro-batch 1 is computed 2 times"]
+
+
+def test_work_on_the_wrong_rank_is_sent_home() -> None:
+    found = check(edited(build(CHAIN), (" 0F1", ""), (" 1F1", " 0F1 1F1")), CHAIN)
+    assert found == ["rank 1: 0F1 belongs on rank 0"]
+
+
+def test_work_in_the_wrong_replica_is_named() -> None:
+    found = check(edited(build(GEMS), ("1F1@1", "1F1")), GEMS)
+    assert found == ["rank 0: 1F1 belongs to replica 1, not 0"]
+
+
+def test_work_outside_the_plan_is_named() -> None:
+    found = check(edited(build(CHAIN), (" 0B1", " 0B1 7F0 0F9")), CHAIN)
+    assert found == [
+        "rank 0: 7F0 is outside the plan's 2 stages and 2 micro-batches",
+        "rank 0: 0F9 is outside the plan's 2 stages and 2 micro-batches",
+    ]
+
+
+def test_a_schedule_of_another_world_is_refused_at_once() -> None:
+    found = check(build(CHAIN), Plan(stages=2, micro_batches=2, data=2))
+    assert found == ["the schedule has 2 ranks, the plan 4"]
+
+
+def test_receives_in_another_order_than_the_sends_are_a_mismatch_of_that_link() -> None:
+    found = check(edited(lowered(CHAIN), ("1F0<0 1F0 1F1<0", "1F1<0 1F0<0 1F0")), CHAIN)
+    assert found == [
+        "link 0 to 1, message 0: rank 0 sends the output of stage 0 for stage 1, micro-batch 0, "
+        "rank 1 expects the output of stage 0 for stage 1, micro-batch 1"
+    ]
+
+
+def test_a_missing_send_and_a_missing_receive_are_named() -> None:
+    found = check(edited(lowered(CHAIN), (" 0F1>1", ""), (" 0B0<1", "")), CHAIN)
+    assert found == [
+        "the output of stage 0 for stage 1, micro-batch 1 is sent 0 times, not 1",
+        "the gradient of stage 1 for stage 0, micro-batch 0 is received 0 times, not 1",
+    ]
+
+
+def test_a_message_that_nobody_wants_is_named_even_if_both_ends_agree() -> None:
+    twice = (("0F0>1", "0F0>1 0F0>1"), ("1F0<0", "1F0<0 1F0<0"))
+    assert check(edited(lowered(CHAIN), *twice), CHAIN) == [
+        "the output of stage 0 for stage 1, micro-batch 0 is sent 2 times, not 1",
+        "the output of stage 0 for stage 1, micro-batch 0 is received 2 times, not 1",
+    ]
+    assert check(edited(lowered(CHAIN), ("0F0>1", "0F0>1 0F0>9")), CHAIN) == [
+        "the output of stage 0 for stage 9, micro-batch 0 is sent 1 times, not 0"
+    ]
+
+
+def test_ranks_that_wait_for_each_other_are_a_deadlock_told_by_rank_step_and_action() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="gpipe")
+    found = check(parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1\n"), plan)
+    assert found == [
+        "rank 0, step 1: 0B0 waits forever for 1B0",
+        "rank 1, step 1: 1F1 waits forever for 0F1",
+    ]
+
+
+def test_a_split_backward_waits_for_an_input_gradient() -> None:
+    plan = Plan(stages=1, schedule="zero-bubble")
+    assert check(parse("0: 0F0 0W0 0I0"), plan) == ["rank 0, step 1: 0W0 waits forever for 0I0"]
+
+
+def test_a_receive_that_is_posted_after_its_use_is_a_deadlock() -> None:
+    late = edited(lowered(CHAIN), ("1F0<0 1F0 1F1<0", "1F0 1F0<0 1F1<0"))
+    assert check(late, CHAIN) == [
+        "rank 0, step 6: 0B0 waits forever for 1B0",
+        "rank 1, step 0: 1F0 waits forever for 0F0",
+    ]
+
+
+def test_a_sum_before_the_last_backward_is_named() -> None:
+    found = check(edited(lowered(CHAIN), (" 0B1 0R", " 0R 0B1")), CHAIN)
+    assert found == ["rank 0, step 8: 0B1 comes after 0R"]
+
+
+def test_sums_that_are_missing_or_doubled_are_named() -> None:
+    assert check(edited(lowered(CHAIN), (" 0R", "")), CHAIN) == [
+        "rank 0 reduces stages [] but holds [0]"
+    ]
+    assert check(edited(lowered(CHAIN), (" 0R", " 0R 0R")), CHAIN) == [
+        "rank 0, step 9: a second 0R"
+    ]
+
+
+def test_sums_crosswise_are_named() -> None:
+    plan = Plan(stages=2, schedule="gems", replications=1)
+    found = check(edited(lowered(plan), (" 1R 0R", " 0R 1R")), plan)
+    assert found == ["ranks 0 and 1 reduce stages [0, 1] in different orders"]
+
+
+def test_all_faults_are_reported_at_once() -> None:
+    broken = edited(lowered(CHAIN), (" 0B1 0R", " 0R"), (" 0F1>1", ""), (" 1B1 ", " 1B1 1B1 "))
+    with pytest.raises(ScheduleError) as error:
+        require(broken, CHAIN)
+    assert str(error.value).splitlines() == [
+        "this schedule cannot run:",
+        "  - the gradient of stage 0, micro-batch 1 is computed 0 times",
+        "  - the weight of stage 0, micro-batch 1 is computed 0 times",
+        "  - the gradient of stage 1, micro-batch 1 is computed 2 times",
+        "  - the weight of stage 1, micro-batch 1 is computed 2 times",
+        "  - the output of stage 0 for stage 1, micro-batch 1 is sent 0 times, not 1",
+    ]
+
+
+# --- mutations ----------------------------------------------------------------------------------
+
+NAMES = ("sequential", "gpipe", "1f1b", "zero-bubble", "gems", "gems-zb", "auto")
+
+
+@st.composite
+def places_in_schedules(draw: st.DrawFn) -> tuple[Plan, Schedule, int, int]:
+    """A proven schedule, and one of its actions as rank and step."""
+    plan = Plan(
+        stages=draw(st.integers(1, 4)),
+        micro_batches=draw(st.integers(1, 4)),
+        schedule=draw(st.sampled_from(NAMES)),
+        data=draw(st.integers(1, 2)),
+    )
+    schedule = lowered(plan)
+    rank = draw(st.integers(0, plan.world - 1))
+    return plan, schedule, rank, draw(st.integers(0, len(schedule.ranks[rank]) - 1))
+
+
+def with_row(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Schedule:
+    return Schedule((*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :]))
+
+
+@given(places_in_schedules())
+def test_no_action_can_be_left_out(place: tuple[Plan, Schedule, int, int]) -> None:
+    plan, schedule, rank, step = place
+    row = schedule.ranks[rank]
+    only_sum = sum(a.kind.value == "R" for _, a in schedule) == 1 and row[step].kind.value == "R"
+    assume(not only_sum)  # without any sum it is the same order, not yet reduced
+    assert check(with_row(schedule, rank, row[:step] + row[step + 1 :]), plan)
+
+
+@given(places_in_schedules())
+def test_no_action_can_be_done_twice(place: tuple[Plan, Schedule, int, int]) -> None:
+    plan, schedule, rank, step = place
+    row = schedule.ranks[rank]
+    assert check(with_row(schedule, rank, (*row[: step + 1], row[step], *row[step + 1 :])), plan)
+
+
+@given(places_in_schedules())
+def test_two_neighbours_that_check_lets_swap_still_run(
+    place: tuple[Plan, Schedule, int, int],
+) -> None:
+    plan, schedule, rank, step = place
+    row = schedule.ranks[rank]
+    assume(step + 1 < len(row))
+    swapped = with_row(schedule, rank, (*row[:step], row[step + 1], row[step], *row[step + 2 :]))
+    if not check(swapped, plan):
+        ran = simulate(swapped, plan, unit(plan.depth)).events
+        assert len(ran) == sum(a.computes or a.kind.value == "R" for _, a in schedule)
+    else:
+        assert_it_matters(swapped, plan)
+
+
+def assert_it_matters(schedule: Schedule, plan: Plan) -> None:
+    """A refused swap is a deadlock, messages out of order, or a sum out of turn: nothing less."""
+    assert any(
+        word in fault
+        for fault in check(schedule, plan)
+        for word in ("waits forever", "sends", "comes after", "different orders")
+    )

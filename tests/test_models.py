@@ -1,0 +1,221 @@
+"""The plain networks: as large as published, and they train."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gems import models
+
+FOLDER = Path(models.__file__).parent
+
+# Small enough for a few milliseconds: options, input shape, output shape.
+TINY = {
+    "resnet_v1": ({"depth": 8, "width": 4}, (2, 3, 16, 16), (2, 10)),
+    "resnet_v2": ({"depth": 11, "width": 4}, (2, 3, 16, 16), (2, 10)),
+    "resnet50": ({"num_classes": 5, "width": 4, "layers": (1, 2, 1)}, (2, 3, 33, 31), (2, 5)),
+    "densenet121": (
+        {"num_classes": 5, "growth": 4, "layers": (2, 3), "width": 8},
+        (2, 3, 32, 32),
+        (2, 5),
+    ),
+    "unet": ({"width": 4, "levels": 3}, (1, 3, 13, 18), (1, 2, 13, 18)),
+    "efficientnet_b0": (
+        {
+            "num_classes": 5,
+            "groups": ((1, 8, 1, 1, 3), (6, 8, 2, 2, 5)),
+            "stem": 8,
+            "head": 16,
+            "drop_path": 0.0,
+        },
+        (2, 3, 32, 32),
+        (2, 5),
+    ),
+    "convnext_tiny": (
+        {"num_classes": 5, "depths": (1, 2), "dims": (8, 16)},
+        (2, 3, 32, 32),
+        (2, 5),
+    ),
+    "vit_base": (
+        {"num_classes": 5, "image_size": 16, "patch": 8, "width": 16, "depth": 2, "heads": 2},
+        (2, 3, 16, 16),
+        (2, 5),
+    ),
+}
+
+
+def parameter_count(name: str, **options: object) -> int:
+    with torch.device("meta"):
+        model = models.build(name, **options)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "published"),
+    [
+        ("resnet110_v2", {}, 3_291_610),
+        ("resnet1001_v2", {}, 30_251_290),
+        ("resnet1001_v2", {"bias": True}, 30_347_658),
+        ("resnet50", {}, 25_557_032),
+        ("densenet121", {}, 7_978_856),
+        ("unet", {"in_channels": 1, "num_classes": 1, "norm": "none"}, 31_030_593),
+        ("efficientnet_b0", {}, 5_288_548),
+        ("convnext_tiny", {}, 28_589_128),
+        ("vit_base", {}, 86_567_656),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(
+    name: str, options: dict[str, object], published: int
+) -> None:
+    assert parameter_count(name, **options) == published
+
+
+@pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (56, 0.86), (110, 1.73)])
+def test_resnet_v1_has_the_papers_millions_of_parameters(depth: int, millions: float) -> None:
+    assert parameter_count("resnet_v1", depth=depth) == pytest.approx(millions * 1e6, rel=0.02)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    options, shape, expected = TINY[name]
+    torch.manual_seed(0)
+    model = models.build(name, **options)
+    output = model(torch.randn(shape))
+    assert output.shape == expected
+    output.square().mean().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        assert torch.isfinite(parameter.grad).all(), key
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_takes_other_classes_and_channels(name: str) -> None:
+    options, shape, _ = TINY[name]
+    model = models.build(name, **{**options, "num_classes": 7, "in_channels": 4})
+    assert model(torch.randn(2, 4, *shape[2:])).shape[1] == 7
+
+
+def test_every_family_has_a_tiny_one_in_these_tests() -> None:
+    assert set(models.MODELS) == set(TINY) | {"resnet110_v2", "resnet1001_v2"}
+
+
+def test_resnet_v2_is_a_sequence_of_stem_bottlenecks_and_head() -> None:
+    model = models.build("resnet_v2", depth=20)
+    names = [name for name, _ in model.named_children()]
+    assert names == [
+        "stem", "block1_1", "block1_2", "block2_1", "block2_2", "block3_1", "block3_2", "head"
+    ]  # fmt: skip
+    assert len(models.build("resnet110_v2")) == 1 + 36 + 1
+
+
+def test_resnet_v2_projects_on_first_blocks_and_skips_the_first_activation() -> None:
+    model = models.build("resnet_v2", depth=20)
+    blocks = [m for name, m in model.named_children() if name.startswith("block")]
+    assert [isinstance(b.shortcut, nn.Conv2d) for b in blocks] == [True, False] * 3
+    assert [isinstance(b.norm1, nn.BatchNorm2d) for b in blocks] == [False, *[True] * 5]
+    assert [b.conv1.stride[0] for b in blocks] == [1, 1, 2, 1, 2, 1]
+    assert [(b.conv2.out_channels, b.conv3.out_channels) for b in blocks[::2]] == [
+        (16, 64), (64, 128), (128, 256)
+    ]  # fmt: skip
+
+
+def test_heads_give_logits_and_no_softmax() -> None:
+    torch.manual_seed(0)
+    scores = models.build("resnet_v2", depth=11, width=4)(torch.randn(2, 3, 8, 8))
+    assert (scores < 0).any()
+
+
+@pytest.mark.parametrize(("name", "depth", "remedy"), [("v1", 21, "20 or 26"), ("v2", 1, "11")])
+def test_a_depth_that_cannot_be_names_the_nearest_that_can(
+    name: str, depth: int, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        models.build(f"resnet_{name}", depth=depth)
+
+
+def test_resnet50_with_group_norm_treats_samples_alone() -> None:
+    torch.manual_seed(0)
+    model = models.build("resnet50", norm="group", width=4, layers=(1, 1), num_classes=3)
+    batch = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(model(batch)[:1], model(batch[:1]))
+
+
+def test_resnet50_names_its_children_as_shared_weights_do() -> None:
+    with torch.device("meta"):
+        keys = models.build("resnet50").state_dict().keys()
+    assert {
+        "conv1.weight",
+        "layer1.0.downsample.1.running_mean",
+        "layer4.2.bn3.bias",
+        "fc.bias",
+    } <= (set(keys))
+
+
+def test_unet_runs_on_volumes_with_odd_sides() -> None:
+    model = models.build("unet", dims=3, width=2, levels=3, in_channels=1)
+    assert model(torch.randn(1, 1, 9, 6, 7)).shape == (1, 2, 9, 6, 7)
+
+
+def test_unet_says_everything_that_is_wrong_at_once() -> None:
+    with pytest.raises(ValueError, match=r"dims is 4.*levels is 0.*norm is 'layer'"):
+        models.build("unet", dims=4, levels=0, norm="layer")
+
+
+def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean() -> None:
+    from gems.models.efficientnet import StochasticDepth
+
+    torch.manual_seed(0)
+    drop = StochasticDepth(0.25)
+    kept = drop(torch.ones(4000, 2, 2))
+    assert kept.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert (kept.flatten(1).amin(1) == kept.flatten(1).amax(1)).all()
+    assert kept.mean().item() == pytest.approx(1.0, abs=0.05)
+    assert torch.equal(drop.eval()(kept), kept)
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "vit_base", "densenet121"])
+def test_dropout_is_random_in_training_and_absent_in_evaluation(name: str) -> None:
+    options, shape, _ = TINY[name]
+    model = models.build(name, **{**options, "dropout": 0.5})
+    x = torch.randn(shape)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_an_unknown_model_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no model 'alexnet'.*resnet110_v2.*vit_base"):
+        models.build("alexnet")
+
+
+def test_an_unknown_option_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"no option image_size; it takes depth, num_classes"):
+        models.build("resnet_v2", image_size=32)
+
+
+def test_the_table_of_models_loads_no_framework() -> None:
+    code = "import sys, gems.models; assert gems.models.MODELS; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent.parent).returncode == 0
+
+
+# `unet` was once both a function and its file: after the first build, `models.unet` was the module.
+def test_families_are_attributes_of_the_package_before_and_after_they_load() -> None:
+    for name, file in models._FAMILIES.items():
+        assert name in dir(models)
+        importlib.import_module(f"gems.models.{file}")
+        assert inspect.isfunction(getattr(models, name)), name
+    with pytest.raises(AttributeError, match="alexnet"):
+        _ = models.alexnet
+
+
+def test_models_never_import_gems() -> None:
+    for file in FOLDER.glob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert "import gems" not in text and "from gems" not in text, file.name

@@ -1,0 +1,287 @@
+"""Plans: who has what, what cannot be carried out, and files that give the same plan back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gems.costs import Cost, Costs, of_stages
+from gems.errors import GemsError, PlanError
+from gems.files import from_json, to_json, write
+from gems.graph import Block, Graph, Value, Weight, crossings
+from gems.plan import Plan
+from gems.timeline import Event, Memory, Timeline
+
+# --- who has what -------------------------------------------------------------------------------
+
+
+def test_straight_puts_stage_s_on_rank_s() -> None:
+    plan = Plan(stages=4)
+    assert plan.places == ((0, 1, 2, 3),)
+    assert (plan.world, plan.replicas, plan.total) == (4, 1, 1)
+
+
+def test_with_fewer_ranks_straight_goes_round() -> None:
+    plan = Plan(stages=6, ranks=3)
+    assert plan.places == ((0, 1, 2, 0, 1, 2),)
+    assert plan.stages_on == ((0, 3), (1, 4), (2, 5))
+
+
+def test_fold_goes_there_and_back_again() -> None:
+    assert Plan(stages=6, placement="fold").places == ((0, 1, 2, 2, 1, 0),)
+    assert Plan(stages=5, placement="fold").places == ((0, 1, 2, 1, 0),)
+    assert Plan(stages=5, placement="fold").ranks == 3
+
+
+def test_bidirectional_lays_a_second_replica_in_reverse() -> None:
+    plan = Plan(stages=4, schedule="gems", replications=2)
+    assert plan.places == ((0, 1, 2, 3), (3, 2, 1, 0))
+    assert plan.holders == ((0, 3), (1, 2), (1, 2), (0, 3))
+    assert plan.stages_on == ((0, 3), (1, 2), (1, 2), (0, 3))
+    assert plan.micro_batches == 4
+
+
+def test_the_middle_of_an_odd_number_of_stages_has_one_holder_per_copy() -> None:
+    plan = Plan(stages=5, schedule="gems", data=2)
+    assert plan.holders == ((0, 4, 5, 9), (1, 3, 6, 8), (2, 7), (1, 3, 6, 8), (0, 4, 5, 9))
+    assert plan.stages_on[2] == plan.stages_on[7] == (2,)
+
+
+def test_hybrid_sums_a_stage_over_every_rank_that_is_s_or_its_mirror_image() -> None:
+    p, data = 4, 3
+    plan = Plan(stages=p, schedule="gems", data=data)
+    for s in range(p):
+        assert plan.holders[s] == tuple(r for r in range(p * data) if r % p in (s, p - 1 - s))
+
+
+def test_data_parallel_copies_follow_on_the_next_ranks() -> None:
+    plan = Plan(stages=2, data=3, micro_batches=4)
+    assert plan.places == ((0, 1), (2, 3), (4, 5))
+    assert (plan.world, plan.total) == (6, 12)
+    assert plan.one_copy().places == ((0, 1),)
+
+
+def test_samples_go_to_copies_in_order_and_to_the_two_directions_in_turn() -> None:
+    plan = Plan(stages=2, schedule="gems", replications=2, data=2)
+    assert [plan.replica_of(i) for i in range(plan.total)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert [plan.rank_for(0, i) for i in range(plan.total)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    one_way = Plan(stages=2, micro_batches=2, data=2)
+    assert [one_way.replica_of(i) for i in range(one_way.total)] == [0, 0, 1, 1]
+
+
+def test_a_placement_can_be_written_out_and_both_directions_mirror_it() -> None:
+    plan = Plan(stages=4, placement=[0, 1, 1, 0], schedule="auto", bidirectional=True)  # type: ignore[arg-type]
+    assert plan.ranks == 2
+    assert plan.places == ((0, 1, 1, 0), (1, 0, 0, 1))
+
+
+def test_stages_feed_the_next_until_the_model_is_known() -> None:
+    plan = Plan(stages=3)
+    assert (plan.sources, plan.sinks) == (((), (0,), (1,)), ((1,), (2,), ()))
+    skipping = replace(plan, edges=((0, 1), (0, 2), (1, 2)))
+    assert (skipping.sources[2], skipping.sinks[0]) == ((0, 1), (1, 2))
+
+
+def test_stages_by_name_may_be_lists_or_single_names() -> None:
+    plan = Plan(stages=[["stem", "layer1"], "head"])  # type: ignore[arg-type]
+    assert plan.stages == (("stem", "layer1"), ("head",))
+    assert plan.depth == 2
+
+
+def test_equal_plans_are_equal_and_can_be_keys() -> None:
+    assert Plan(stages=4, schedule="gems") == Plan(stages=4, schedule="gems", micro_batches=2)
+    assert len({Plan(stages=4), Plan(stages=4), Plan(stages=3)}) == 2
+
+
+# --- what cannot be carried out -----------------------------------------------------------------
+
+MISTAKES = [
+    (dict(schedule="zb-v"), "schedule 'zb-v' is unknown; choose one of sequential, gpipe, 1f1b"),
+    (dict(stages=0), "stages is 0; it must be at least 1"),
+    (dict(stages=2, micro_batches=-3), "micro_batches is -3; it must be at least 1"),
+    (dict(stages=2, data=0), "data is 0; it must be at least 1"),
+    (
+        dict(stages=2, schedule="gems", replications=2, micro_batches=3),
+        "replications=2 means 4 micro-batches, but micro_batches=3; give one of the two",
+    ),
+    (dict(stages=2, replications=2), "replications belongs to a bidirectional plan; '1f1b' is not"),
+    (
+        dict(stages=2, schedule="gems", bidirectional=False),
+        "schedule 'gems' is bidirectional; leave bidirectional out",
+    ),
+    (dict(stages=2, stashes=3), "stashes=3 is for 'auto', not '1f1b'; leave it out"),
+    (dict(stages=2, schedule="auto", stashes=-1), "stashes is -1; give 1 or more, or leave it out"),
+    (dict(stages=2, placement="ring"), "'ring' is unknown; choose one of straight, fold or write"),
+    (
+        dict(stages=4, placement="fold", ranks=3),
+        "a fold of 4 stages takes 2 ranks, not 3; leave ranks out or write out the placement",
+    ),
+    (dict(stages=2, ranks=4), "4 ranks for 2 stages leave ranks without work; use more stages"),
+    (dict(stages=3, placement=(0, 1)), "placement names 2 ranks for 3 stages; give one each"),
+    (dict(stages=2, placement=(0, 2)), "(0, 2) must use every rank from 0 to 2 and no other"),
+    (dict(stages=2, balance="luck"), "balance 'luck' is neither 'time', 'memory' nor counts"),
+    (dict(stages=3, balance=(4, 5)), "balance has 2 numbers for 3 stages; give one each"),
+    (dict(stages=2, balance=(4, 0)), "balance (4, 0) must give every stage at least one layer"),
+    (
+        dict(stages=(("a",), ("b",)), balance=(1, 1)),
+        "balance and explicit stages exclude each other; leave one out",
+    ),
+    (dict(stages=2, edges=((0, 2),)), "edge 0 to 2 must lead from a stage to a later one of 2"),
+    (dict(stages=2, edges=((1, 0),)), "edge 1 to 0 must lead from a stage to a later one of 2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
+def test_a_plan_that_cannot_be_carried_out_says_so(arguments: dict, message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Plan(**arguments)
+    assert message in str(error.value)
+
+
+def test_all_mistakes_of_a_plan_are_reported_at_once() -> None:
+    with pytest.raises(PlanError) as error:
+        Plan(stages=2, schedule="none", data=0, balance=(1, 2, 3), placement="ring")
+    assert len(str(error.value).splitlines()) == 5
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+def value(name: str, *shape: int) -> Value:
+    strides = tuple(int(s) for s in range(len(shape)))
+    return Value(name, shape, strides, "float32", True)
+
+
+SKIP = Graph(
+    blocks=(
+        Block("a", "a", ("x",), ("u",), parameters=("w",), saves=((1, 100), (2, 10))),
+        Block("b", "b", ("u",), ("v",), buffers=("n",), saves=((2, 10), (3, 5))),
+        Block("c", "c", ("u", "v"), ("y",), parameters=("w",), saves=((4, 1),)),
+    ),
+    values=(value("x", 2, 3), value("u", 2, 4), value("v", 2, 5), value("y", 2, 1)),
+    inputs=("x",),
+    outputs=("y",),
+    parameters=(Weight("w", (10,), "float32"),),
+    buffers=(Weight("n", (), "int64"),),
+)
+
+
+def test_values_cross_straight_from_the_writer_to_every_reader() -> None:
+    assert crossings(SKIP, (0, 1, 2)) == {(0, 1): ("u",), (0, 2): ("u",), (1, 2): ("v",)}
+    assert crossings(SKIP, (0, 0, 1)) == {(0, 1): ("u", "v")}
+    assert crossings(SKIP, (0, 0, 0)) == {}
+
+
+def test_outputs_of_the_model_travel_to_the_last_stage_where_the_loss_is() -> None:
+    two = replace(SKIP, outputs=("v", "y"))
+    assert crossings(two, (0, 1, 2))[1, 2] == ("v",)
+    apart = (SKIP.blocks[0], replace(SKIP.blocks[1], reads=("x",)))
+    early = replace(SKIP, blocks=apart, outputs=("u", "v"))
+    assert crossings(early, (0, 1)) == {(0, 1): ("u",)}
+
+
+def test_costs_of_a_stage_add_up_and_shared_storages_and_weights_count_once() -> None:
+    costs = of_stages(Costs((Cost(1, 2, 3), Cost(4, 5, 6), Cost(7, 8, 9))), SKIP, (0, 0, 1))
+    assert costs.items == (
+        Cost(f=5, i=7, w=9, stash=115, weights=48),
+        Cost(f=7, i=8, w=9, stash=1, weights=40),
+    )
+    assert costs.messages == ((0, 1, 2 * 4 * 4 + 2 * 5 * 4),)
+    assert (costs[0].b, costs[0].seconds) == (16, 21)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+THINGS = [
+    Plan(stages=4, schedule="gems", replications=2, data=2),
+    Plan(stages=(("stem", "layer1"), ("head",)), placement=(1, 0), edges=((0, 1),)),
+    Plan(stages=3, balance=(4, 5, 6), schedule="auto", stashes=2),
+    SKIP,
+    Costs((Cost(0.1, 0.2, 0.3, 4, 5), Cost()), ((0, 1, 100),)),
+    Timeline(
+        events=(Event(0, "0F0", 0.0, 0.25, 0.2), Event(1, "1F0@1", 0.25, 0.5)),
+        clock="virtual",
+        memory=(((0.0, Memory(1, 2, 3, 4, 5, 6)), (0.5, Memory())), ()),
+        peaks=(Memory(stash=9), Memory()),
+        stashes=(1, 0),
+    ),
+]
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: type(thing).__name__)
+def test_what_is_written_to_json_reads_back_equal(thing: object) -> None:
+    assert from_json(type(thing), to_json(thing)) == thing
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    depth = draw(st.integers(1, 6))
+    names = st.lists(st.text(max_size=5), min_size=1, max_size=3).map(tuple)
+    explicit = st.lists(names, min_size=depth, max_size=depth).map(tuple)
+    schedule = draw(st.sampled_from(["sequential", "1f1b", "gems", "auto"]))
+    ahead = [(a, b) for a in range(depth) for b in range(a + 1, depth)]
+    edges = st.lists(st.sampled_from(ahead), unique=True).map(tuple) if ahead else st.just(())
+    return Plan(
+        stages=draw(st.just(depth) | explicit),
+        micro_batches=draw(st.integers(1, 9)),
+        schedule=schedule,
+        data=draw(st.integers(1, 3)),
+        placement=draw(st.sampled_from(["straight", "fold", tuple(range(depth))])),
+        stashes=draw(st.integers(0, 3)) if schedule == "auto" else 0,
+        edges=draw(st.none() | edges),
+    )
+
+
+@given(plans())
+def test_any_plan_reads_back_equal_and_with_the_same_places(plan: Plan) -> None:
+    again = from_json(Plan, to_json(plan))
+    assert again == plan
+    assert (again.places, again.holders, again.chain) == (plan.places, plan.holders, plan.chain)
+
+
+numbers = st.floats(0, 1e12)
+
+
+@given(st.builds(Costs, st.lists(st.builds(Cost, *[numbers] * 5), max_size=4).map(tuple)))
+def test_any_costs_read_back_equal_to_the_last_bit(costs: Costs) -> None:
+    assert from_json(Costs, to_json(costs)) == costs
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", '{"stage": 4}', '{"stages": {"a": 1}}', '{"ranks": "four"}', '{"edges": 1}'],
+)
+def test_a_file_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(GemsError, match="this is not the JSON of a Plan"):
+        from_json(Plan, text)
+
+
+def test_a_file_of_an_impossible_plan_is_refused_like_the_plan_itself() -> None:
+    with pytest.raises(PlanError, match="data is 0"):
+        from_json(Plan, '{"stages": 2, "data": 0}')
+
+
+def test_write_makes_its_folder_and_replaces_what_was_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "run" / "plan.json", "old")
+    assert write(path, "new").read_text() == "new"
+    assert os.listdir(path.parent) == ["plan.json"]
+
+
+@pytest.mark.parametrize("step", ["chmod", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    path = write(tmp_path / "plan.json", "old")
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan.json"]

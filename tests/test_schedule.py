@@ -1,0 +1,331 @@
+"""Schedules: their text, the lengths that the papers promise, and the memory they keep to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gems.costs import Cost, Costs, unit
+from gems.errors import PlanError, ScheduleError
+from gems.plan import Plan
+from gems.schedule import greedy
+from gems.schedule.build import build, lowered
+from gems.schedule.check import check
+from gems.schedule.core import Schedule, parse, parse_action
+from gems.simulate import simulate
+from gems.timeline import counted
+
+GRID = [(p, m) for p in range(1, 9) for m in range(1, 17)]
+STRAIGHT = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble")
+EVERY = (*STRAIGHT, "gems", "gems-zb", "auto")
+
+
+def length(plan: Plan) -> float:
+    """The step in unit costs, f = i = w = 1."""
+    return simulate(build(plan), plan, unit(plan.depth)).seconds
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_schedule_as_text_parses_back(name: str) -> None:
+    plan = Plan(stages=4, micro_batches=4, schedule=name, data=2)
+    for schedule in (build(plan), lowered(plan)):
+        assert parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize("text", ["2F0", "12B34", "1I3@1", "0W2", "2F0>3", "2B0<3@1", "7R"])
+def test_an_action_is_spelled_as_on_a_whiteboard(text: str) -> None:
+    assert str(parse_action(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2F0>", "2F0@", "2R1", "2F0 "])
+def test_what_is_no_action_is_refused_with_an_example_of_one(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is not an action; write one like 2F0"):
+        parse_action(text)
+
+
+def test_comments_and_blank_lines_are_passed_over_and_a_rank_out_of_turn_is_not() -> None:
+    assert parse("# two ranks\n\n0: 0F0 0B0 # done\n1:\n") == parse("0: 0F0 0B0\n1:\n")
+    with pytest.raises(ScheduleError, match="expected a line '1: actions of rank 1', got '2: 0F0'"):
+        parse("0: 0F0\n2: 0F0\n")
+
+
+GOLDEN = {
+    "sequential": """
+        0: 0F0 0B0 0F1 0B1 0F2 0B2
+        1: 1F0 1B0 1F1 1B1 1F2 1B2
+        2: 2F0 2B0 2F1 2B1 2F2 2B2
+    """,
+    "gpipe": """
+        0: 0F0 0F1 0F2 0B2 0B1 0B0
+        1: 1F0 1F1 1F2 1B2 1B1 1B0
+        2: 2F0 2F1 2F2 2B2 2B1 2B0
+    """,
+    "1f1b": """
+        0: 0F0 0F1 0F2 0B0 0B1 0B2
+        1: 1F0 1F1 1B0 1F2 1B1 1B2
+        2: 2F0 2B0 2F1 2B1 2F2 2B2
+    """,
+    "interleaved": """
+        0: 0F0 0F1 0F2 0B0 0B1 0B2
+        1: 1F0 1F1 1F2 1B0 1B1 1B2
+        2: 2F0 2B0 2F1 2B1 2F2 2B2
+    """,
+    "zero-bubble": """
+        0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        1: 1F0 1F1 1I0 1F2 1I1 1W0 1I2 1W1 1W2
+        2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2W1 2W2
+    """,
+    "gems": """
+        0: 0F0 0B0 2F1@1 2B1@1 0F2 0B2
+        1: 1F0 1B0 1F1@1 1B1@1 1F2 1B2
+        2: 2F0 2B0 0F1@1 0B1@1 2F2 2B2
+    """,
+    "gems-zb": """
+        0: 0F0 0I0 0W0 2F1@1 2I1@1 2W1@1 0F2 0I2 0W2
+        1: 1F0 1I0 1W0 1F1@1 1I1@1 1W1@1 1F2 1I2 1W2
+        2: 2F0 2I0 2W0 0F1@1 0I1@1 0W1@1 2F2 2I2 2W2
+    """,
+    "auto": """
+        0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+        1: 1F0 1F1 1F2 1I0 1W0 1I1 1W1 1I2 1W2
+        2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2W1 2W2
+    """,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_order_of_three_stages_and_three_micro_batches_is(name: str) -> None:
+    assert build(Plan(stages=3, micro_batches=3, schedule=name)) == parse(GOLDEN[name])
+
+
+def test_lowered_a_schedule_names_its_messages_and_its_sums() -> None:
+    plan = Plan(stages=2, schedule="gems", replications=1)
+    assert lowered(plan) == parse(
+        """
+        0: 0B0<1 0F0 0F0>1 1F1<0@1 0B0 1F1@1 1B1@1 1B1>0@1 1R 0R
+        1: 1F0<0 1F0 1B0 1B0>0 1R 0B1<1@1 0F1@1 0F1>1@1 0B1@1 0R
+        """
+    )
+
+
+# --- lengths ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_layer_parallelism_takes_m_p_times_forward_and_backward(p: int, m: int) -> None:
+    assert length(Plan(stages=p, micro_batches=m, schedule="sequential")) == m * p * 3
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_gpipe_and_1f1b_take_m_plus_p_minus_1_times_forward_and_backward(p: int, m: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        plan = Plan(stages=p, micro_batches=m, schedule=name)
+        timeline = simulate(build(plan), plan, unit(p))
+        assert timeline.seconds == (m + p - 1) * 3
+        assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in GRID if m >= p])
+def test_interleaved_with_v_chunks_has_a_bubble_of_p_minus_1_over_v_m(
+    p: int, m: int, v: int
+) -> None:
+    plan = Plan(stages=p * v, ranks=p, micro_batches=m, schedule="interleaved")
+    timeline = simulate(build(plan), plan, unit(p * v))
+    assert timeline.seconds == (v * m + p - 1) * 3
+    assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_interleaved_runs_with_any_number_of_micro_batches(p: int, m: int) -> None:
+    # With groups of p and a smaller last one it waited forever at p=5, m=11, say.
+    for v in (2, 3):
+        plan = Plan(stages=v * p, ranks=p, micro_batches=m, schedule="interleaved")
+        assert check(build(plan), plan) == []
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_zero_bubble_reaches_its_closed_form(p: int, m: int) -> None:
+    short, long = (m + p - 1) * 2 + 1, m * 3 + (p - 1) * (1 + 1 - 1)
+    assert length(Plan(stages=p, micro_batches=m, schedule="zero-bubble")) == (
+        short if m <= p else long
+    )
+
+
+@pytest.mark.parametrize(("p", "k"), GRID)
+def test_master_takes_k_times_one_forward_and_p_backwards(p: int, k: int) -> None:
+    f, b = 1, 2
+    plan = Plan(stages=p, micro_batches=k, schedule="gems")
+    assert length(plan) == k * (f + p * b) + (p - 1) * f
+
+
+@pytest.mark.parametrize(
+    ("p", "speed_ups"),
+    [(2, (1.09, 1.14, 1.17)), (4, (1.14, 1.23, 1.28)), (8, (1.17, 1.28, 1.34))],
+)
+def test_master_is_faster_than_layer_parallelism_by(p: int, speed_ups: tuple[float, ...]) -> None:
+    for t, speed_up in zip((1, 2, 4), speed_ups, strict=True):
+        master = length(Plan(stages=p, schedule="gems", replications=t))
+        plain = length(Plan(stages=p, schedule="sequential", micro_batches=2 * t))
+        assert plain / master == pytest.approx(speed_up, abs=0.005)
+
+
+ZB_MASTER = [
+    *((4, k, master, ours) for k, master, ours in [(2, 21, 15), (4, 39, 27), (8, 75, 51)]),
+    *((8, k, master, ours) for k, master, ours in [(2, 41, 27), (4, 75, 47), (8, 143, 87)]),
+    (4, 16, 147, 99),
+    (8, 16, 279, 167),
+]
+
+
+@pytest.mark.parametrize(("p", "k", "master", "ours"), ZB_MASTER)
+def test_bidirectional_zero_bubble_beats_master_with_one_stash(
+    p: int, k: int, master: int, ours: int
+) -> None:
+    assert length(Plan(stages=p, schedule="gems", replications=k // 2)) == master
+    plan = Plan(stages=p, schedule="gems-zb", replications=k // 2)
+    assert length(plan) == ours
+    assert counted(build(plan)) == (1,) * p
+    assert 10 * master >= 14 * ours
+
+
+def test_at_four_stages_and_eight_samples_bidirectional_zero_bubble_is_1_4_times_faster() -> None:
+    master = length(Plan(stages=4, schedule="gems", replications=4))
+    assert master / length(Plan(stages=4, schedule="gems-zb", replications=4)) >= 1.4
+
+
+def test_with_unequal_costs_a_stage_still_takes_its_own_time() -> None:
+    costs = Costs((Cost(f=1, i=2, w=3), Cost(f=4, i=5, w=6)))
+    plan = Plan(stages=2, micro_batches=2, schedule="sequential")
+    assert simulate(build(plan), plan, costs).seconds == 2 * (1 + 4 + 11 + 5)
+
+
+# --- stashes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_one_f_one_b_holds_p_minus_s_micro_batches(p: int, m: int) -> None:
+    plan = Plan(stages=p, micro_batches=m, schedule="1f1b")
+    assert counted(build(plan)) == tuple(min(p - s, m) for s in range(p))
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_gpipe_holds_all_and_layer_parallelism_and_gems_hold_one(p: int, m: int) -> None:
+    held = {"gpipe": m, "sequential": 1, "gems": 1, "gems-zb": 1}
+    for name, most in held.items():
+        assert counted(build(Plan(stages=p, micro_batches=m, schedule=name))) == (most,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_zero_bubble_holds_at_most_p(p: int, m: int) -> None:
+    plan = Plan(stages=p, micro_batches=m, schedule="zero-bubble")
+    assert max(counted(build(plan))) <= min(p, m)
+
+
+# --- the greedy orders --------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any placement of up to six stages, in one direction or both, chains or with skips."""
+    depth = draw(st.integers(1, 6))
+    every = [(a, b) for a in range(depth) for b in range(a + 2, depth)]
+    skips = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    ranks = draw(st.integers(1, depth))
+    spare = st.lists(st.integers(0, ranks - 1), min_size=depth - ranks, max_size=depth - ranks)
+    explicit = draw(st.permutations([*range(ranks), *draw(spare)]))
+    return Plan(
+        stages=depth,
+        micro_batches=draw(st.integers(1, 6)),
+        schedule="auto",
+        placement=draw(st.sampled_from(["straight", "fold", tuple(explicit)])),
+        bidirectional=draw(st.booleans()),
+        edges=tuple(sorted([*((s, s + 1) for s in range(depth - 1)), *skips])),
+    )
+
+
+def costs_of(depth: int) -> st.SearchStrategy[Costs]:
+    seconds, stash = st.floats(0.01, 10), st.integers(0, 1000)
+    cost = st.builds(Cost, f=seconds, i=seconds, w=seconds, stash=stash)
+    return st.lists(cost, min_size=depth, max_size=depth).map(lambda items: Costs(tuple(items)))
+
+
+def most_kept(schedule: Schedule, kept: list[list[dict[int, float]]]) -> list[float]:
+    """The most that each rank keeps if forward takes a stage's share and backward frees it."""
+    most = []
+    for rank, row in enumerate(schedule.ranks):
+        live = peak = 0.0
+        for action in row:
+            share = kept[rank][action.micro_batch][action.stage]
+            live += share * {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind.value]
+            peak = max(peak, live)
+        most.append(peak)
+    return most
+
+
+@given(
+    st.data(), plans(), st.integers(1, 4), st.booleans(), st.sampled_from(list(greedy.PRIORITIES))
+)
+def test_under_a_cap_no_rank_keeps_more_samples_and_none_waits_forever(
+    data: st.DataObject, plan: Plan, cap: int, split: bool, priority: str
+) -> None:
+    costs = data.draw(costs_of(plan.depth))
+    chosen = greedy.PRIORITIES[priority]
+    schedule = greedy.order(plan, costs, samples=cap, split=split, priority=chosen)
+    assert check(schedule, plan) == []
+    assert max(most_kept(schedule, greedy.shares(plan, None))) <= cap + 1e-9
+
+
+@given(st.data(), plans(), st.floats(1, 4), st.booleans())
+def test_under_a_cap_of_bytes_no_rank_keeps_more_of_them(
+    data: st.DataObject, plan: Plan, room: float, split: bool
+) -> None:
+    costs = data.draw(costs_of(plan.depth))
+    kept = greedy.shares(plan, costs)
+    largest = max(sum(part.values()) for row in kept for part in row)
+    schedule = greedy.order(plan, costs, memory=room * largest, split=split)
+    assert check(schedule, plan) == []
+    assert max(most_kept(schedule, kept)) <= room * largest * (1 + 1e-9)
+
+
+@given(plans())
+def test_auto_lowers_to_a_proven_schedule_on_any_placement(plan: Plan) -> None:
+    assert check(lowered(plan), plan) == []
+
+
+def test_a_cap_smaller_than_one_micro_batch_is_refused_with_the_bytes() -> None:
+    costs = Costs((Cost(stash=100), Cost(stash=2000)))
+    with pytest.raises(PlanError, match=r"rank 1 may keep 1,500 bytes .* needs 2,000; use more"):
+        greedy.order(Plan(stages=2), costs, memory=1500)
+
+
+def test_auto_is_as_short_as_zero_bubble_and_keeps_to_its_stashes() -> None:
+    for p, m in [(2, 4), (4, 8), (4, 2)]:
+        free = Plan(stages=p, micro_batches=m, schedule="auto")
+        published = length(Plan(stages=p, micro_batches=m, schedule="zero-bubble"))
+        assert length(free) <= 1.02 * published
+        capped = Plan(stages=p, micro_batches=m, schedule="auto", stashes=1)
+        assert counted(build(capped)) == (1,) * p
+
+
+# --- what a published order does not know -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(stages=4, ranks=2), "one stage on each rank, but 4 stages are placed on 2 ranks"),
+        (Plan(stages=3, schedule="gpipe", bidirectional=True), "'gpipe' has one direction; use"),
+        (Plan(stages=3, ranks=2, schedule="interleaved"), "a multiple of 2 stages on 2 ranks"),
+        (Plan(stages=4, placement="fold", schedule="zero-bubble"), "use 'interleaved', 'gpipe'"),
+    ],
+)
+def test_a_placement_that_a_published_order_does_not_know_is_refused(
+    plan: Plan, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        build(plan)
