@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
+from gems.cli import check, draw, plan, simulate, trace, train
+from gems.errors import GemsError
 from gems.version import __version__
+
+EXAMPLES = """examples:
+  gems train --model resnet110-v2 --split-size 4 --times 2 --app pictures
+  gems draw --schedule 1f1b --stages 4 --parts 8 --svg 1f1b.svg
+  gems trace --model unet --image-size 512
+  gems plan --model resnet50 --image-size 1024 --ranks 8 --machine v100 --out plan.json
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="gems", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="gems",
+        description="Train networks on images too large for one device, exactly.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"gems {__version__}")
-    parser.parse_args(arguments)
-    parser.print_help()
-    return 0
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for command in (train, draw, trace, plan, check, simulate):
+        command.add(commands)
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
+    logging.basicConfig(
+        level=logging.INFO if getattr(given, "verbose", False) else logging.WARNING,
+        format="%(message)s",
+    )
+    try:
+        return given.run(given)
+    except (GemsError, OSError) as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"gems {given.command}: {error}{notes}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""Options that several subcommands share: which model, which plan."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gems.errors import GemsError, PlanError
+from gems.files import from_json
+from gems.plan import PLACEMENTS, SCHEDULES, Plan
+
+if TYPE_CHECKING:
+    from gems.torch.trace import Trace
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the plan")
+    put = group.add_argument
+    put(
+        "--split-size",
+        "--stages",
+        dest="stages",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that the model is cut into (default 1)",
+    )
+    put(
+        "--parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches that each batch is cut into (default 1)",
+    )
+    put(
+        "--times",
+        type=int,
+        default=0,
+        metavar="T",
+        help="repeats of the bidirectional pair per update: 2 x T x parts micro-batches",
+    )
+    put(
+        "--schedule",
+        choices=SCHEDULES,
+        help="order of the work (default: gems with --times, else 1f1b)",
+    )
+    put("--data", type=int, default=1, metavar="N", help="data-parallel copies of it all")
+    put(
+        "--ranks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ranks per copy, when a rank has several stages",
+    )
+    put(
+        "--placement",
+        choices=PLACEMENTS,
+        default="straight",
+        help="stages straight over the ranks, or folded: there and back again",
+    )
+    put("--bidirectional", action="store_true", help="a second replica in reverse (schedule auto)")
+    put(
+        "--stashes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="micro-batches that a rank may keep for backward (schedule auto)",
+    )
+    put(
+        "--balance",
+        default="time",
+        metavar="B",
+        help="what to even out over stages, time or memory, or layers per stage: 3,4,4,3",
+    )
+    put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
+
+
+def plan_from(given: argparse.Namespace) -> Plan:
+    if given.plan is not None:
+        return from_json(Plan, given.plan.read_text())
+    schedule = given.schedule or ("gems" if given.times else "1f1b")
+    return Plan(
+        stages=given.stages,
+        micro_batches=2 * given.times * given.parts if given.times else given.parts,
+        replications=given.times * given.parts,
+        schedule=schedule,
+        data=given.data,
+        ranks=given.ranks,
+        placement=given.placement,
+        bidirectional=True if given.bidirectional else None,
+        balance=_balance(given.balance),
+        stashes=given.stashes,
+    )
+
+
+def _balance(text: str) -> str | tuple[int, ...]:
+    if text in ("time", "memory"):
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PlanError(
+            f"--balance {text!r} is neither time, memory nor numbers: 3,4,4,3"
+        ) from None
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the model")
+    put = group.add_argument
+    put(
+        "--model",
+        default="resnet110-v2",
+        metavar="NAME",
+        help="a network of gems.models (default resnet110-v2), or your own as package.module:name, "
+        "a function without arguments that gives an nn.Module",
+    )
+    put("--image-size", type=int, default=32, metavar="PX", help="square images (default 32)")
+    put("--num-classes", type=int, default=10, metavar="N", help="classes (default 10)")
+    put("--num-layers", type=int, metavar="N", help="depth of resnet-v1 and resnet-v2")
+    put("--num-filters", type=int, metavar="N", help="width of the first layer")
+    put(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="samples per replica and step, cut into --parts (default 1)",
+    )
+
+
+def model_from(given: argparse.Namespace) -> Any:
+    """The network that was asked for, with ordinary random weights."""
+    if ":" in given.model:
+        return _own(given.model)
+    from gems import models
+
+    name = given.model.replace("-", "_")
+    wanted = {
+        "num_classes": given.num_classes,
+        "depth": given.num_layers,
+        "width": given.num_filters,
+        "image_size": given.image_size,
+    }
+    try:
+        known = models.options_of(name)
+        options = {k: v for k, v in wanted.items() if v is not None and k in known}
+        for flag, option in (("--num-layers", "depth"), ("--num-filters", "width")):
+            if wanted[option] is not None and option not in known:
+                raise PlanError(f"{flag} means nothing to {given.model}; leave it out")
+        return models.build(name, **options)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def _own(name: str) -> Any:
+    import importlib
+    import sys
+
+    sys.path.insert(0, "")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise GemsError(f"--model {name}: {error}; write package.module:function") from error
+
+
+def micro_batch(given: argparse.Namespace) -> int:
+    """Samples of one micro-batch."""
+    if given.batch_size % given.parts:
+        raise PlanError(
+            f"--batch-size {given.batch_size} is not a multiple of --parts {given.parts}"
+        )
+    return given.batch_size // given.parts
+
+
+def traced(given: argparse.Namespace) -> Trace:
+    """The model's graph, without its weights: nothing is allocated."""
+    import torch
+
+    from gems.torch.trace import trace
+
+    with torch.device("meta"):
+        model = model_from(given)
+    samples = getattr(given, "batch_size", 1)
+    sample = torch.empty(samples, 3, given.image_size, given.image_size, device="meta")
+    return trace(model.train(), sample)

@@ -1,0 +1,59 @@
+"""Start ranks on this computer, and see to it that all of them end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+PATIENCE = 15.0  # seconds that ranks get to end by themselves once one has failed
+
+
+def start(command: Sequence[str], world: int) -> int:
+    """Run `command` once per rank; 0 if all succeed, else the first failing rank's exit code."""
+    port = str(_free_port())
+    threads = str(max(1, (os.cpu_count() or 1) // world))
+    processes = []
+    for rank in range(world):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        environment.setdefault("OMP_NUM_THREADS", threads)
+        processes.append(subprocess.Popen(command, env=environment))
+    try:
+        return _watch(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
+    failed, since = 0, 0.0
+    while any(process.poll() is None for process in processes):
+        codes = [process.poll() for process in processes]
+        bad = [(rank, code) for rank, code in enumerate(codes) if code]
+        if bad and not failed:
+            (rank, failed), since = bad[0], time.monotonic()
+            print(
+                f"rank {rank} ended with exit code {failed}; stopping the others", file=sys.stderr
+            )
+        if failed and time.monotonic() - since > PATIENCE:
+            break
+        time.sleep(0.05)
+    codes = [process.poll() for process in processes]
+    return failed or next((code for code in codes if code), 0)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,51 @@
+"""`gems simulate`: how long a step takes, in unit costs or on a machine, without running it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.costs import of_stages, unit
+from gems.draw.table import report
+from gems.draw.text import text
+from gems.estimate import estimate
+from gems.files import to_json, write
+from gems.machine import MACHINES, machine
+from gems.planner.assign import assign, stages
+from gems.schedule.build import lowered
+from gems.simulate import simulate
+from gems.timeline import Timeline
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("simulate", help="time a step on paper", description=__doc__)
+    add_plan(parser)
+    add_model(parser)
+    put = parser.add_argument
+    put("--machine", choices=sorted(MACHINES), help="estimate the model on it; default: unit costs")
+    put("--out", type=Path, metavar="FILE", help="write the timeline as JSON, for gems draw")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    timeline = predicted(given)
+    print(text(timeline))
+    print(report(timeline))
+    if given.out:
+        print(f"wrote {write(given.out, to_json(timeline))}")
+    return 0
+
+
+def predicted(given: argparse.Namespace) -> Timeline:
+    """The simulated step of the plan: each stage one unit, or the model's on a machine."""
+    plan = plan_from(given)
+    if given.machine is None:
+        return simulate(lowered(plan), plan, unit(plan.depth))
+    on = machine(given.machine)
+    graph = traced(given).graph
+    blocks = estimate(graph, on)
+    costs = of_stages(blocks, graph, stages(plan, graph, blocks))
+    plan = assign(plan, graph, blocks)
+    return simulate(lowered(plan, costs), plan, costs, on.link)
