@@ -13,7 +13,8 @@ PIP_FLAGS ?=
 MODEL ?= resnet110-v2
 STAGES ?= 4
 TIMES ?= 2
-STEPS ?= 20
+STEPS ?= 40
+BATCH ?= 4
 OUT ?= runs/train
 TRAIN_FLAGS ?=
 
@@ -35,7 +36,7 @@ help:
 
 train: $(RUN)
 	$(VENV)/bin/gems train --model $(MODEL) --split-size $(STAGES) --times $(TIMES) \
-		--app pictures --steps $(STEPS) --out $(OUT) $(TRAIN_FLAGS)
+		--app pictures --batch-size $(BATCH) --optimizer adam --learning-rate 0.003 --steps $(STEPS) --out $(OUT) $(TRAIN_FLAGS)
 
 test: check wheel
 

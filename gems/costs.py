@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gems.graph import Graph, crossings
+from gems.machine import Link
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Cost:
     def b(self) -> float:
         return self.i + self.w
 
+    def of(self, kind: str) -> float:
+        """Seconds of an action: F, B, I or W."""
+        return {"F": self.f, "B": self.b, "I": self.i, "W": self.w}[kind]
+
     @property
     def seconds(self) -> float:
         return self.f + self.i + self.w
@@ -35,10 +41,25 @@ class Costs:
     """A cost per item (blocks of a graph, or stages of a plan), and messages between stages.
 
     `messages` lists (writer, reader, bytes) of one micro-batch; gradients come back as large.
+    Each takes `latency` seconds and `per_byte` for every byte; none by default.
     """
 
     items: tuple[Cost, ...]
     messages: tuple[tuple[int, int, int], ...] = ()
+    latency: float = 0.0
+    per_byte: float = 0.0
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[int, int], int]:
+        return {(writer, reader): size for writer, reader, size in self.messages}
+
+    def travel(self, one: int, other: int) -> float:
+        """Seconds of a message between two stages, either way."""
+        return self.latency + self.per_byte * self._sizes.get((min(one, other), max(one, other)), 0)
+
+    def over(self, link: Link) -> Costs:
+        """The same, with messages over this link."""
+        return replace(self, latency=link.latency, per_byte=1 / link.bandwidth)
 
     def __getitem__(self, index: int) -> Cost:
         return self.items[index]

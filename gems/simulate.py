@@ -16,19 +16,15 @@ Seconds = Callable[[int, Action], float]
 
 def simulate(schedule: Schedule, plan: Plan, costs: Costs, link: Link | None = None) -> Timeline:
     """The timeline of a step if stages cost what `costs` says; links are free unless given."""
-    sizes = {(a, b): size for a, b, size in costs.messages}
+    costs = costs if link is None else costs.over(link)
 
     def seconds(rank: int, action: Action) -> float:
         if not action.computes:
             return 0.0
-        cost = costs[action.stage]
-        return {"F": cost.f, "B": cost.b, "I": cost.i, "W": cost.w}[action.kind.value]
+        return costs[action.stage].of(action.kind.value)
 
     def travel(message: Message) -> float:
-        if link is None:
-            return 0.0
-        ends = (min(message.source, message.target), max(message.source, message.target))
-        return link.latency + sizes.get(ends, 0) / link.bandwidth
+        return costs.travel(message.source, message.target)
 
     return lay_out(schedule, plan, seconds, travel, "simulated")
 

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from gems.cli.ranks import KEEP_MEMORY
+
 
 class RankError(RuntimeError):
     """A rank raised, died or did not answer. All ranks have been ended."""
@@ -32,6 +34,7 @@ class Ranks:
         self.size = size
         self.timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        os.environ.update(KEEP_MEMORY)  # the same for every contestant
         spawn = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []

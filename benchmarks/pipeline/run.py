@@ -1,4 +1,4 @@
-"""Measure plain PyTorch and the schedules of torch, taking turns in one run.
+"""Measure plain PyTorch, the schedules of torch and those of GEMS, taking turns in one run.
 
     python -m benchmarks.pipeline.run --repeats 9
 
@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.pipeline import balance, peer, plain
+from benchmarks.pipeline import balance, ours, peer, plain
 from benchmarks.pipeline.ranks import Ranks
 
 MICRO_BATCHES = (2, 4, 8)
-SERIES = ("wall", "virtual", "busy", "cpu")  # what grows with every turn
+SERIES = ("wall", "virtual", "busy", "cpu", "exchange")  # what grows with every turn
 
 
 def contestants(worlds: dict[int, Ranks], seconds: tuple[float, ...]) -> list[dict[str, Any]]:
@@ -34,8 +34,8 @@ def contestants(worlds: dict[int, Ranks], seconds: tuple[float, ...]) -> list[di
         for m in (1, *MICRO_BATCHES)
     ]
     for size, ranks in worlds.items():
-        for m in MICRO_BATCHES if size > 1 else ():
-            for name, schedule in peer.PEERS.items():
+        for m in MICRO_BATCHES:
+            for name, schedule in peer.PEERS.items() if size > 1 else ():
                 cut = balance.cut(seconds, schedule.owners(size), m)
                 row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
                 refused = peer.refusal(name, ranks, m, cut)
@@ -45,6 +45,14 @@ def contestants(worlds: dict[int, Ranks], seconds: tuple[float, ...]) -> list[di
                     row["error"] = peer.error(name, ranks, m, cut)
                     row["peak"] = peer.peak(name, ranks, m, cut)
                 rows.append(row)
+            for name in ours.OURS:
+                if (size == 1) != (name == "gems one rank"):
+                    continue
+                cut = ours.balanced(name, seconds, size, m)
+                row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
+                row["error"] = ours.error(name, ranks, m, cut)
+                row["peak"] = ours.peak(name, ranks, m, cut)
+                rows.append(row)
     return rows
 
 
@@ -53,6 +61,8 @@ def take_turn(row: dict[str, Any], ranks: Ranks) -> None:
     m = row["micro_batches"]
     if row["schedule"] == "plain":
         seen = plain.measure(ranks, m, 1)
+    elif row["schedule"] in ours.OURS:
+        seen = ours.measure(row["schedule"], ranks, m, 1, row["balance"])
     else:
         seen = peer.measure(row["schedule"], ranks, m, 1, row["balance"])
     if ranks.size > (os.cpu_count() or 1):
@@ -63,26 +73,29 @@ def take_turn(row: dict[str, Any], ranks: Ranks) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Medians; `faster` compares virtual time with plain over the same micro-batches."""
-    base = {r["micro_batches"]: r["virtual"] for r in rows if r["schedule"] == "plain"}
+    """Medians; `x` is how much faster than plain over the same micro-batches in the same turn."""
+    base = {r["micro_batches"]: r for r in rows if r["schedule"] == "plain"}
     lines = [
-        "| schedule | ranks | m | wall s | virtual s | faster | busy | peak MB per rank | error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| schedule | ranks | m | wall s | x | virtual s | x | busy | peak MB | sums | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         name, size, m = row["schedule"], row["ranks"], row["micro_batches"]
         if "refused" in row:
-            lines.append(f"| {name} | {size} | {m} | refused: {row['refused']} | | | | | |")
+            lines.append(f"| {name} | {size} | {m} | refused: {row['refused']} | | | | | | | |")
             continue
-        wall = f"{median(row['wall']):.3f}" if "wall" in row else ""
-        faster = median(a / b for a, b in zip(base[m], row["virtual"], strict=True))
-        busy = f"{median(row['busy']):.2f}" if "busy" in row else ""
-        peaks = ", ".join(f"{peak / 1e6:.0f}" for peak in row["peak"])
-        error = f"{max(row['error'].values()):.0e}" if "error" in row else ""
-        lines.append(
-            f"| {name} | {size} | {m} | {wall} | {median(row['virtual']):.3f} | {faster:.2f} "
-            f"| {busy} | {peaks} | {error} |"
-        )
+        cells = [name, str(size), str(m)]
+        for series in ("wall", "virtual"):
+            if series in row:
+                pairs = zip(base[m][series], row[series], strict=True)
+                cells += [f"{median(row[series]):.3f}", f"{median(a / b for a, b in pairs):.2f}"]
+            else:
+                cells += ["", ""]
+        cells.append(f"{median(row['busy']):.2f}" if "busy" in row else "")
+        cells.append(", ".join(f"{peak / 1e6:.0f}" for peak in row["peak"]))
+        cells.append(f"{median(row['exchange']):.1%}" if any(row.get("exchange", ())) else "")
+        cells.append(f"{max(row['error'].values()):.0e}" if "error" in row else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -101,7 +114,7 @@ def main() -> None:
             for row in rows:
                 if "refused" not in row:
                     take_turn(row, worlds[row["ranks"]])
-    print(table(rows))
+    print(table(rows), flush=True)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",

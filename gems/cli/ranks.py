@@ -9,6 +9,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+# Training frees and takes the same memory all the time. glibc would hand it back to the kernel and
+# have every page cleared again; kept, a CPU rank is some per cent faster.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
 PATIENCE = 15.0  # seconds that ranks get to end by themselves once one has failed
 
 
@@ -26,7 +30,8 @@ def start(command: Sequence[str], world: int) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        environment.setdefault("OMP_NUM_THREADS", threads)
+        for name, value in (KEEP_MEMORY | {"OMP_NUM_THREADS": threads}).items():
+            environment.setdefault(name, value)
         processes.append(subprocess.Popen(command, env=environment))
     try:
         return _watch(processes)

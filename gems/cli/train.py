@@ -24,6 +24,7 @@ from gems.plan import Plan
 if TYPE_CHECKING:
     from gems.torch.trainer import Step, Trainer
 
+OTHERS = 128  # samples that accuracy is taken on at the end
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
@@ -103,7 +104,7 @@ def _train(given: argparse.Namespace, plan: Plan) -> None:
     with _progress(trainer.rank == 0, given.steps) as show:
         for images, labels in data.batches(size * plan.total, given.steps, given.seed):
             show(trainer.step(torch.from_numpy(images), torch.from_numpy(labels)))
-    _finish(given, trainer, data, size * plan.total)
+    _finish(given, trainer, data)
     trainer.close()
 
 
@@ -167,20 +168,20 @@ def _progress(shown: bool, steps: int) -> Iterator[Any]:
         )
 
 
-def _finish(given: argparse.Namespace, trainer: Trainer, data: Any, samples: int) -> None:
-    """Accuracy on crops that training did not draw, and the last step, drawn as measured."""
+def _finish(given: argparse.Namespace, trainer: Trainer, data: Any) -> None:
+    """Accuracy on samples that training did not draw, and the last step, drawn as measured."""
     import torch
 
     from gems.simulate import virtual
 
     timeline = trainer.timeline()
-    images, labels = next(iter(data.batches(samples, 1, given.seed + 1)))
+    images, labels = next(iter(data.batches(OTHERS, 1, given.seed + 1)))
     scores = trainer.predict(torch.from_numpy(images))
     if trainer.rank != 0:
         return
     right = (scores.argmax(1) == torch.from_numpy(labels)).double().mean().item()
     alone = virtual(timeline, trainer.schedule, trainer.plan)
-    print(f"accuracy on {len(labels)} new crops: {100 * right:.0f}%")
+    print(f"accuracy on {len(labels)} other samples: {100 * right:.0f}%")
     print(f"as if every rank had a core of its own: {heading(alone)}")
     print(report(timeline))
     write(given.out / "plan.json", to_json(trainer.plan))

@@ -47,10 +47,12 @@ class Adapter(Protocol):
     def unpack(self, message: Message, buffers: list[Any]) -> Tensors: ...
 
     def bucket(self, stage: int) -> list[Any]:
-        """What to sum over the holders of a stage."""
+        """What to sum over the holders of a stage, in place."""
         ...
 
-    def unbucket(self, stage: int, buffers: list[Any]) -> None: ...
+    def unbucket(self, stage: int) -> None:
+        """The sums are there."""
+        ...
 
     def stash(self, stage: int, micro_batch: int) -> int:
         """Bytes that forward keeps for backward."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from gems.engine.adapter import Adapter, Tensors
 from gems.engine.meter import Meter
-from gems.errors import GemsError, note
+from gems.errors import note
 from gems.plan import Plan
 from gems.schedule.core import Action, Kind, Message, Schedule
 from gems.schedule.passes import receipts
@@ -35,19 +36,26 @@ class Engine:
         self.inbox: dict[Message, tuple[list[Any], list[Handle]]] = {}
         self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
         self.sending: dict[Message, tuple[int, list[Handle]]] = {}
-        self.sums: list[tuple[int, list[Any], list[Handle]]] = []
+        self.sums: list[tuple[int, list[Handle]]] = []
         self.stamps: list[tuple[Action, Any, Any, Memory]] = []
+        self.at = "the start"
+        try:
+            self._run_all()
+            self._finish()
+        except BaseException as error:
+            # Whatever it was, others wait for messages that will not come.
+            note(error, f"rank {self.transport.rank}, step {number}, at {self.at}")
+            self.transport.fail(error)
+            raise
+        return self._timeline()
+
+    def _run_all(self) -> None:
         for action in self.actions:
             if action.kind is not Kind.REDUCE and self.adapter.skips(action.micro_batch):
                 continue
             log.debug("rank %s %s", self.transport.rank, action)
-            try:
-                self._run(action)
-            except GemsError as error:
-                note(error, f"rank {self.transport.rank}, step {number}, at {action}")
-                raise
-        self._finish()
-        return self._timeline()
+            self.at = str(action)
+            self._run(action)
 
     def _run(self, action: Action) -> None:
         if action.way:
@@ -161,22 +169,17 @@ class Engine:
         def work() -> None:
             buffers = self.adapter.bucket(action.stage)
             handles = [self.transport.add_up(buffer, ranks) for buffer in buffers]
-            self.meter.add("communication", self.adapter.size(buffers))
-            self.sums.append((action.stage, buffers, handles))
+            self.sums.append((action.stage, handles))
 
         self._stamped(action, work)
 
     def _finish(self) -> None:
+        self.at = "the end"
         self._let_go(list(self.sending))
-        for stage, buffers, handles in self.sums:
-
-            def work(stage: int = stage, buffers: Any = buffers, handles: Any = handles) -> None:
-                for handle in handles:
-                    handle.wait()
-                self.adapter.unbucket(stage, buffers)
-
-            self._stamped(Action(Kind.REDUCE, stage), work)
-            self.meter.drop("communication", self.adapter.size(buffers))
+        for stage, handles in self.sums:
+            for handle in handles:
+                handle.wait()
+            self._stamped(Action(Kind.REDUCE, stage), partial(self.adapter.unbucket, stage))
         self.meter.settle(self.adapter.standing())
 
     # --- what was measured --------------------------------------------------------------------

@@ -90,9 +90,9 @@ def _plans(ranks: int, blocks: int) -> Iterator[Plan]:
 def _predict(plan: Plan, graph: Graph, costs: Costs, machine: Machine) -> Candidate:
     stage_of = stages(plan, graph, costs)
     plan = assign(plan, graph, costs)
-    staged = of_stages(costs, graph, stage_of)
+    staged = of_stages(costs, graph, stage_of).over(machine.link)
     order = build(plan, staged)
-    seconds = simulate(lower(order, plan.one_copy()), plan.one_copy(), staged, machine.link).seconds
+    seconds = simulate(lower(order, plan.one_copy()), plan.one_copy(), staged).seconds
     held = counted(order)
     most = 0.0
     for rank in range(plan.ranks):

@@ -21,11 +21,12 @@ from gems.planner.assign import stages_by_name
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
 from gems.torch.batch import Batch, describe, tensors
+from gems.torch.bucket import Bucket
+from gems.torch.calls import Call, Ref, is_place
 from gems.torch.defer import Entry, Ledger, receive, settle
-from gems.torch.norms import Statistics
+from gems.torch.norms import Statistics, unrecorded
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
-from gems.torch.record import Attr, Ref
 from gems.torch.trace import Trace, trace
 from gems.torch.weights import Ownership
 
@@ -44,6 +45,13 @@ class Cut:
     blocks: list[list[int]]
     programs: dict[int, Program] = field(default_factory=dict)
     stash: dict[int, int] = field(default_factory=dict)
+    trained: dict[frozenset[str], set[str]] = field(default_factory=dict)
+    recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
+
+    def trained_by(self, outputs: frozenset[str]) -> set[str]:
+        if outputs not in self.trained:
+            self.trained[outputs] = self.trace.record.trained_by(outputs)
+        return self.trained[outputs]
 
     def values(self, message: Message) -> list[Value]:
         """What a message carries; gradients travel the same way back, for what has one."""
@@ -75,6 +83,7 @@ class TorchAdapter:
         plan: Plan,
         actions: Sequence[Action],
         owned: Ownership,
+        unordered: set[int],
         *,
         rank: int,
         loss: Loss | None,
@@ -89,26 +98,17 @@ class TorchAdapter:
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
         self.stages = plan.stages_on[rank]
-        self.put_off = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT}
-        self.unordered = {s for s in self.stages if self._out_of_order(s, actions)}
+        self.put_off = {
+            (a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes
+        }
+        self.unordered = unordered.intersection(self.stages)
         self.cuts: dict[Any, Cut] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.held = owned.on(rank)
-        weights = {id(t): t for n, t in self._weights().items() if n in self.held}
-        self.weight_bytes = sum(t.numel() * t.element_size() for t in weights.values())
-
-    def _out_of_order(self, stage: int, actions: Sequence[Action]) -> bool:
-        """Whether this rank does not see all samples of a stage, in order."""
-        seen = [
-            a.micro_batch
-            for a in actions
-            if a.kind is Kind.FORWARD and a.computes and a.stage == stage
-        ]
-        return len(self.plan.holders[stage]) > 1 or seen != sorted(seen)
-
-    def _weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = dict(self.model.named_parameters())
-        return found | dict(self.model.named_buffers())
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
+        self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
+        self.weight_bytes = self.size(list(self.weights.values()))
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -121,36 +121,58 @@ class TorchAdapter:
         self.kept: dict[tuple[int, int], Kept] = {}
         self.losses: list[tuple[int, Tensor]] = []
         self.outputs: dict[int, Any] = {}
+        self.used: set[str] = set()  # the model's outputs that the loss gave a gradient
         self.stash_bytes: dict[tuple[int, int], int] = {}
         real = [i for i, size in enumerate(batch.sizes) if size]
         self.position = {i: at for at, i in enumerate(real)}
-        self.of: dict[int, Cut] = {i: self.cut(batch.inputs[i]) for i in real}
+        mode = self._mode()
+        self.of: dict[int, Cut] = {i: self.cut(batch.inputs[i], mode) for i in real}
         self.statistics: dict[int, Statistics] = {}
         if training and real:
             for stage in self.unordered:
                 self.statistics[stage] = Statistics(self._norms(stage, self.of[real[0]]), len(real))
+        self.buckets = {
+            stage: Bucket(
+                self.parameters(stage) if update else [],
+                self.statistics[stage].sums if stage in self.statistics else [],
+            )
+            for stage in (self.stages if training else ())
+            if len(self.plan.holders[stage]) > 1
+        }
 
     def skips(self, micro_batch: int) -> bool:
         return not self.batch.sizes[micro_batch]
 
-    def cut(self, inputs: Any) -> Cut:
+    def _mode(self) -> int:
+        """What else a recording depends on: which modules train, and which parameters."""
+        trains = tuple(m.training for m in self.model.modules())
+        wants = tuple(p.requires_grad for p in self.model.parameters())
+        return hash((trains, wants, torch.is_grad_enabled()))
+
+    def remember(self, inputs: Any, traced: Trace) -> None:
+        """A recording that was made already."""
+        self.cuts[self._signature(inputs, self._mode())] = self._cut(inputs, traced)
+
+    def cut(self, inputs: Any, mode: int) -> Cut:
         """The model, recorded on inputs of this signature and cut; remembered."""
+        signature = self._signature(inputs, mode)
+        if signature not in self.cuts:
+            with self._autocast():
+                traced = trace(self.model, inputs, device=self.device, leaves=self.leaves)
+            self.cuts[signature] = self._cut(inputs, traced)
+        return self.cuts[signature]
+
+    def _signature(self, inputs: Any, mode: int) -> Any:
         leaves = pytree.tree_leaves(inputs)
-        signature = (
+        return (
             tuple(
                 (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
                 for x in leaves
             ),
-            self.model.training,
-            torch.is_grad_enabled(),
+            mode,
         )
-        if signature not in self.cuts:
-            self.cuts[signature] = self._new_cut(inputs)
-        return self.cuts[signature]
 
-    def _new_cut(self, inputs: Any) -> Cut:
-        with self._autocast():
-            traced = trace(self.model, inputs, device=self.device, leaves=self.leaves)
+    def _cut(self, inputs: Any, traced: Trace) -> Cut:
         assert not isinstance(self.plan.stages, int)
         stage_of = stages_by_name(traced.graph, self.plan.stages, known=False)
         crossing = crossings(traced.graph, stage_of)
@@ -167,7 +189,7 @@ class TorchAdapter:
     def program(self, cut: Cut, stage: int) -> Program:
         if stage not in cut.programs:
             graph = cut.trace.graph
-            calls = [call for block in cut.blocks[stage] for call in cut.trace.calls(block)]
+            calls = self._calls(stage, cut)
             sent = [n for (a, _), names in cut.crossing.items() if a == stage for n in names]
             if stage == self.plan.depth - 1:
                 sent += graph.outputs
@@ -181,6 +203,8 @@ class TorchAdapter:
                 self.ledger.deferral if splits else None,
             )
             cut.stash[stage] = graph.stash(cut.blocks[stage])
+            if any(c.region is not None or c.norms not in ((), (c.module,)) for c in calls):
+                cut.recomputed[stage] = [module for module, _ in self._norms(stage, cut)]
         return cut.programs[stage]
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -188,10 +212,12 @@ class TorchAdapter:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _norms(self, stage: int, cut: Cut) -> list[tuple[nn.Module, int]]:
-        """The modules of a stage with how often each is called."""
-        calls = [c for block in cut.blocks[stage] for c in cut.trace.calls(block)]
-        uses = Counter(c.module for c in calls if c.module is not None and c.touches)
+        """The layers of a stage that have running statistics, with how often each is called."""
+        uses = Counter(path for call in self._calls(stage, cut) for path in call.norms)
         return [(self.model.get_submodule(path), times) for path, times in uses.items()]
+
+    def _calls(self, stage: int, cut: Cut) -> list[Call]:
+        return [call for block in cut.blocks[stage] for call in cut.trace.calls(block)]
 
     # --- compute ------------------------------------------------------------------------------
 
@@ -255,14 +281,15 @@ class TorchAdapter:
     def _arrive(self, cut: Cut, i: int, results: dict[str, Tensor], kept: Kept) -> None:
         """The last stage is through: the model's output, hence the loss or the prediction."""
         record = cut.trace.record
-        weights = self._weights()
 
         def put(x: Any) -> Any:
-            if isinstance(x, Ref):
-                return results[x.name]
-            return weights[x.name] if isinstance(x, Attr) else x
+            return results[x.name] if isinstance(x, Ref) else x
 
-        output = pytree.tree_map(put, record.output, is_leaf=lambda x: isinstance(x, (Ref, Attr)))
+        for name in record.outputs:
+            if results[name].requires_grad:
+                results[name].register_hook(lambda _, name=name: self.used.add(name))
+
+        output = pytree.tree_map(put, record.output, is_leaf=is_place)
         if not self.training or self.loss is None:
             self.outputs[i] = output
             return
@@ -296,7 +323,8 @@ class TorchAdapter:
         del summed, gradients
         if roots:
             self.draws.at(self.step, i)  # a recomputed region draws what it drew before
-            torch.autograd.backward(roots, seeds)
+            with unrecorded(self.of[i].recomputed.get(stage, ())):
+                torch.autograd.backward(roots, seeds)
         found, kept.gradients = kept.gradients, {}
         for name in kept.wants:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
@@ -342,49 +370,31 @@ class TorchAdapter:
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """The trainable parameters that this stage alone uses, in one order everywhere."""
-        weights = self._weights()
-        mine = [weights[name] for name in self.owned.only(stage)]
+        mine = [self.weights[name] for name in self.owned.only(stage)]
         return [p for p in mine if isinstance(p, nn.Parameter) and p.requires_grad]
 
     def bucket(self, stage: int) -> list[Tensor]:
-        """Gradients, whether there are any, and running statistics, flat, one buffer per type.
+        return self.buckets[stage].fill()
 
-        A parameter that nobody gave a gradient must end without one, as in plain training, so
-        each comes with a flag that is summed along.
-        """
-        parts: dict[torch.dtype, list[Tensor]] = {}
-        if self.update:
-            for p in self.parameters(stage):
-                gradient = p.grad if p.grad is not None else torch.zeros_like(p)
-                flag = torch.full((1,), float(p.grad is not None), dtype=p.dtype, device=p.device)
-                parts.setdefault(p.dtype, []).extend((gradient.reshape(-1), flag))
-                p.grad = None
-        for total in self.statistics[stage].sums if stage in self.statistics else ():
-            parts.setdefault(total.dtype, []).append(total.reshape(-1))
-        return [torch.cat(part) for part in parts.values()]
-
-    def unbucket(self, stage: int, buffers: list[Tensor]) -> None:
-        flat = {buffer.dtype: buffer for buffer in buffers}
-        at = dict.fromkeys(flat, 0)
-
-        def take(like: Tensor, count: int) -> Tensor:
-            start = at[like.dtype]
-            at[like.dtype] += count
-            return flat[like.dtype][start : start + count]
-
-        if self.update:
-            for p in self.parameters(stage):
-                gradient, flag = take(p, p.numel()).view(p.shape), take(p, 1)
-                p.grad = gradient if flag.item() else None
+    def unbucket(self, stage: int) -> None:
+        sums = self.buckets[stage].empty()
         if stage in self.statistics:
-            statistics = self.statistics[stage]
-            statistics.finish([take(s, s.numel()).view(s.shape) for s in statistics.sums])
+            self.statistics[stage].finish(sums)
 
     def settle_alone(self) -> None:
         """Statistics of stages that this rank holds alone, but saw out of order."""
         for stage, statistics in self.statistics.items():
             if len(self.plan.holders[stage]) == 1:
                 statistics.finish(statistics.sums)
+
+    def output_names(self) -> list[str]:
+        """Of the model's outputs in this step, in one order everywhere."""
+        return list(dict.fromkeys(n for cut in self.of.values() for n in cut.trace.record.outputs))
+
+    def trained_by(self, outputs: set[str]) -> set[str]:
+        """The weights that get a gradient in this step if the loss uses these outputs."""
+        cuts = {id(cut): cut for cut in self.of.values()}.values()
+        return {name for cut in cuts for name in cut.trained_by(frozenset(outputs))}
 
     def weighted_loss(self) -> float:
         """This rank's share of the step's loss."""
@@ -397,10 +407,7 @@ class TorchAdapter:
         return self.stash_bytes[stage, micro_batch]
 
     def standing(self) -> Memory:
-        gradients = 0
-        for name, p in self.model.named_parameters():
-            if p.grad is not None and name in self.held:
-                gradients += p.grad.numel() * p.grad.element_size()
+        gradients = self.size([p.grad for p in self.parameters_here if p.grad is not None])
         state = self.optimizer.state.values() if self.optimizer else ()
         tensors = [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
         optimizer = sum(x.numel() * x.element_size() for x in tensors)

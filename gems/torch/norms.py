@@ -12,7 +12,7 @@ the same. A layer that is called u times per forward takes u steps per micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,8 +50,10 @@ class Statistics:
         fresh = [torch.zeros_like(r) for r in self.running]
         torch._foreach_zero_(self.counts)
         self._install(fresh)
-        yield
-        self._install(self.running)
+        try:
+            yield
+        finally:
+            self._install(self.running)
         later = self.n - 1 - position
         weights = [self._weight(j, later) for j in range(len(self.layers)) for _ in range(2)]
         torch._foreach_add_(self.sums, torch._foreach_mul(fresh, weights))
@@ -64,21 +66,41 @@ class Statistics:
     def _weight(self, j: int, later: int) -> float:
         """What the steps of one micro-batch still count for after `later` more of them."""
         module, calls = self.layers[j]
-        if module.momentum is None:
+        if _cumulative(module):
             return calls / (self.base_counts[j] + calls * self.n)
-        return (1 - module.momentum) ** (calls * later)
+        return (1 - _momentum(module)) ** (calls * later)
 
     def finish(self, sums: list[Tensor]) -> None:
         """Put the averages in place, given the sums over all holders."""
         for j, (module, calls) in enumerate(self.layers):
             steps = calls * self.n
             old = self.base_counts[j]
-            decay = (
-                old / (old + steps) if module.momentum is None else (1 - module.momentum) ** steps
-            )
+            decay = old / (old + steps) if _cumulative(module) else (1 - _momentum(module)) ** steps
             for k in (2 * j, 2 * j + 1):
                 torch.add(sums[k], self.base[k], alpha=decay, out=self.running[k])
             self.counts[j].fill_(old + (steps if isinstance(module, _counting) else 0))
 
 
 _counting = nn.modules.batchnorm._BatchNorm  # instance norm does not count its batches
+
+
+def _cumulative(module: Any) -> bool:
+    return module.momentum is None and isinstance(module, _counting)
+
+
+def _momentum(module: Any) -> float:
+    """Instance norm without momentum never changes its averages."""
+    return 0.0 if module.momentum is None else module.momentum
+
+
+@contextmanager
+def unrecorded(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Around a recomputation: these layers took their statistics the first time."""
+    held = [(m, {k: b for k, b in m._buffers.items() if b is not None}) for m in modules]
+    for module, buffers in held:
+        module._buffers.update({key: b.clone() for key, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in held:
+            module._buffers.update(buffers)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from gems.costs import Cost, Costs
 from gems.estimate import estimate
 from gems.machine import machine
-from gems.torch.record import Attr, Call, Record, Ref
+from gems.torch.calls import Attr, Call, Record, Ref
 from gems.torch.trace import Trace
 
 REPEATS = 3

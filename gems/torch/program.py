@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from gems.torch.record import Attr, Call, Record, Ref
+from gems.torch.calls import Attr, Call, Record, Ref, is_place
 
 Deferral = Callable[[nn.Module], Callable[..., Any] | None]
 
@@ -70,6 +71,7 @@ class _Writer:
             "_autocast": torch.autocast,
             "_random": around_random,
             "_checkpoint": torch_checkpoint.checkpoint,
+            "_unflatten": pytree.tree_unflatten,
         }
         self.bound: dict[int, str] = {}
         self.variables: dict[str, str] = {}
@@ -112,7 +114,9 @@ class _Writer:
         self.function(name, inputs, run, wanted, indent)
         arguments = "".join(f", {self.var(n)}" for n in inputs)
         results = "".join(f"{self.var(n)}, " for n in wanted)
-        self.lines.append(f"{indent}{results}= _checkpoint({name}{arguments}, use_reentrant=False)")
+        # Calls that draw are seeded one by one, so the generator's state need not be kept.
+        options = "use_reentrant=False, preserve_rng_state=False"
+        self.lines.append(f"{indent}{results}= _checkpoint({name}{arguments}, {options})")
 
     def _call(self, call: Call, indent: str) -> None:
         for context in self._contexts(call):
@@ -154,7 +158,9 @@ class _Writer:
         if call.module is None:
             return self.bind(call.function)
         module = self.model.get_submodule(call.module)
-        put_off = self.deferral(module) if self.deferral and call.grad and not call.region else None
+        put_off = None
+        if self.deferral and call.grad and call.region is None:
+            put_off = self.deferral(module)
         return self.bind(put_off or module)
 
     def expression(self, x: Any) -> str:
@@ -163,7 +169,9 @@ class _Writer:
             return self.var(x.name)
         if isinstance(x, Attr):
             path, _, key = x.name.rpartition(".")
-            return f"{self.bind(self.model.get_submodule(path))}.{key}"
+            holder = self.bind(self.model.get_submodule(path))
+            # The members of an nn.ParameterList are called 0, 1, ...
+            return f"{holder}.{key}" if key.isidentifier() else f"getattr({holder}, {key!r})"
         if type(x) in (int, bool, str, type(None)):
             return repr(x)
         if type(x) is tuple:
@@ -174,6 +182,9 @@ class _Writer:
             return "[" + ", ".join(self.expression(i) for i in x) + "]"
         if type(x) is dict:
             return "{" + ", ".join(f"{k!r}: {self.expression(v)}" for k, v in x.items()) + "}"
+        leaves, form = pytree.tree_flatten(x, is_leaf=is_place)
+        if any(map(is_place, leaves)):  # a named tuple, an ordered dict, ...
+            return f"_unflatten([{', '.join(map(self.expression, leaves))}], {self.bind(form)})"
         return self.bind(x)
 
     def bind(self, thing: Any) -> str:

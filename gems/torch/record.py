@@ -12,7 +12,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,81 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from gems.errors import TraceError
-from gems.graph import Value, Weight
+from gems.graph import Value
+from gems.torch.calls import Attr, Call, Record, Ref
+from gems.torch.fakes import FakeWeights
+from gems.torch.meter import CallMeter, storage_of
+from gems.torch.norms import tracked
 
 REMEDY = (
     "Give it as an nn.Sequential or as a list of stages, each an nn.Module, and GEMS will cut "
     "between those; or move the part that looks at values into a module of its own."
 )
 _lock = threading.RLock()  # recording patches globals of torch; one at a time
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A value, by name, where a call had a tensor."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Attr:
-    """A parameter or buffer, by its first name in the model, where a call had a tensor."""
-
-    name: str
-
-
-@dataclass
-class Call:
-    """One recorded call. `args` and `kwargs` have `Ref` and `Attr` in place of tensors.
-
-    `outs` are the values it gives, with the path to each inside its result. `mutates` are pairs
-    (value before, value after) of values that it changed in place, where the value after is None
-    if the call also returns it; `touches` are such buffers.
-    """
-
-    name: str
-    layer: str
-    module: str | None
-    function: Callable[..., Any] | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[str, ...]
-    attrs: tuple[str, ...]
-    outs: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
-    mutates: list[tuple[str, str | None]] = field(default_factory=list)
-    touches: tuple[str, ...] = ()
-    grad: bool = True
-    autocast: tuple[bool, torch.dtype] | None = None
-    random: bool = False
-    region: int | None = None
-    saves: dict[int, int] = field(default_factory=dict)
-    flops: int = 0
-    moved: int = 0
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (*(name for _, name in self.outs), *(new for _, new in self.mutates if new))
-
-
-@dataclass
-class Record:
-    """All calls of one forward, for one input signature."""
-
-    calls: list[Call]
-    values: dict[str, Value]
-    inputs: tuple[str, ...]
-    output: Any  # the model's output, with Ref in place of tensors
-    outputs: tuple[str, ...]
-    parameters: dict[str, Weight]
-    buffers: dict[str, Weight]
-    names: dict[str, str]  # every name of a parameter or buffer -> its first name
-    glued: list[tuple[int, int]]  # first and last call of runs that may not be cut
-    device: str  # kind of device that it was recorded for
-    leaves: tuple[str, ...]  # modules that had to be taken whole
 
 
 def record(
@@ -145,6 +82,8 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.device, self.whole = model, device, whole
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.weights = FakeWeights(model, self.fake, device)
+        self.attrs = self.weights.named
         self.thread = threading.get_ident()
         self.paths = {id(m): path for path, m in model.named_modules()}
         self.leafy = {id(m) for p, m in model.named_modules() if is_leaf(m) or p in whole}
@@ -153,8 +92,7 @@ class _Recorder(TorchFunctionMode):
         self.values: dict[str, Value] = {}
         self.known: dict[int, tuple[str, torch.Tensor]] = {}  # id of a tensor -> its value
         self.seen_in: dict[int, list[int]] = {}  # storage -> ids of the tensors that see it
-        self.attrs: dict[int, str] = {}  # id of a fake parameter or buffer -> its first name
-        self.attr_storages: set[int] = set()
+        self.names_in: dict[int, list[str]] = {}  # storage -> all values that ever saw it
         self.kept: list[Any] = []  # keeps ids of tensors and storages unique
         self.counts: dict[str, int] = {}
         self.stack: list[str] = []
@@ -163,18 +101,19 @@ class _Recorder(TorchFunctionMode):
         self.regions = 0
         self.glued: list[tuple[int, int]] = []
         self.shared_memory: dict[int, int] = {}  # a change in place -> first call on that memory
-        self.meter = _Meter()
+        self.norms: list[str] = []  # layers with running statistics, in the call under way
+        self.meter = CallMeter()
 
     # --- one recording ---------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
-        with _lock, self._fake_weights(), self._patched(), self.fake:
+        with _lock, self.weights.installed(), self._patched(), self.fake:
             args, kwargs = pytree.tree_map(self._fake_input, (args, kwargs))
             inputs = self._name_inputs(args, kwargs)
             with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x):
                 self.ambient = self._autocast_state()
                 try:
-                    result = self.model(*args, **kwargs)
+                    result = pytree.tree_map(self._made, self.model(*args, **kwargs))
                 except (_Unrecordable, TraceError):
                     raise
                 except Exception as error:
@@ -182,8 +121,9 @@ class _Recorder(TorchFunctionMode):
             output, outputs = self._name_outputs(result)
         self._prune(outputs)
         return Record(
-            self.calls, self.values, inputs, output, outputs, self.parameters, self.buffers,
-            self.first_names, self.glued, self.device.type, tuple(sorted(self.whole)),
+            self.calls, self.values, inputs, output, outputs,
+            self.weights.parameters, self.weights.buffers, self.weights.first_names,
+            self.glued, self.device.type, tuple(sorted(self.whole)),
         )  # fmt: skip
 
     def _fake_input(self, x: Any) -> Any:
@@ -196,14 +136,16 @@ class _Recorder(TorchFunctionMode):
         found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         return tuple(self._new_value(x, f"input{i}" if i else "input") for i, x in enumerate(found))
 
+    def _made(self, x: Any) -> Any:
+        """A weight that forward returns as it is becomes a value, so that the last stage has it."""
+        return x.view_as(x) if isinstance(x, torch.Tensor) and id(x) in self.attrs else x
+
     def _name_outputs(self, result: Any) -> tuple[Any, tuple[str, ...]]:
         names: dict[str, None] = {}
 
         def template(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            if id(x) in self.attrs:
-                return Attr(self.attrs[id(x)])
             if id(x) not in self.known:
                 raise TraceError(
                     f"{type(self.model).__name__}.forward returns a tensor that no recorded call "
@@ -220,61 +162,6 @@ class _Recorder(TorchFunctionMode):
             )
         return output, tuple(names)
 
-    # --- weights ----------------------------------------------------------------------------
-
-    @contextmanager
-    def _fake_weights(self) -> Iterator[None]:
-        """Put fake tensors in place of parameters and buffers, shared where they are shared."""
-        fakes: dict[int, torch.Tensor] = {}
-        self.originals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self.parameters: dict[str, Weight] = {}
-        self.buffers: dict[str, Weight] = {}
-        self.first_names: dict[str, str] = {}
-        try:
-            for path, module in self.model.named_modules(remove_duplicate=False):
-                first_visit = id(module) not in self.originals
-                if first_visit:
-                    held = (dict(module._parameters), dict(module._buffers))
-                    self.originals[id(module)] = held
-                for own, into in zip(
-                    self.originals[id(module)], (self.parameters, self.buffers), strict=True
-                ):
-                    for key, tensor in own.items():
-                        if tensor is None:
-                            continue
-                        name = f"{path}.{key}" if path else key
-                        if id(tensor) not in fakes:
-                            fakes[id(tensor)] = fake = self._fake_weight(tensor)
-                            self.attrs[id(fake)] = name
-                            self.attr_storages.add(_storage(fake))
-                            dtype = str(tensor.dtype).removeprefix("torch.")
-                            into[name] = Weight(name, tuple(tensor.shape), dtype)
-                        self.first_names[name] = self.attrs[id(fakes[id(tensor)])]
-            self.fakes = fakes
-            self._swap(self.model, fake=True)
-            yield
-        finally:
-            self._swap(self.model, fake=False)
-
-    def _fake_weight(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self.fake:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-            )
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            return fake
-
-    def _swap(self, root: nn.Module, *, fake: bool) -> None:
-        for module in root.modules():
-            if id(module) not in self.originals:
-                continue
-            held = self.originals[id(module)]
-            for own, now in zip(held, (module._parameters, module._buffers), strict=True):
-                for key, tensor in own.items():
-                    if tensor is not None:
-                        now[key] = self.fakes[id(tensor)] if fake else tensor  # type: ignore
-
     # --- what is noted ------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -290,17 +177,22 @@ class _Recorder(TorchFunctionMode):
         region = torch_checkpoint._checkpoint_without_reentrant_generator
 
         def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self.thread or self.inside or id(module) not in self.paths:
+            if threading.get_ident() != self.thread or id(module) not in self.paths:
                 return call(module, *args, **kwargs)
-            return self._module(call, module, args, kwargs)
+            if not self.inside:
+                return self._module(call, module, args, kwargs)
+            if tracked(module):
+                self.norms.append(self.paths[id(module)])
+            with _known_momentum(module):
+                return call(module, *args, **kwargs)
 
         def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            run = lambda: apply.__get__(None, cls)(*args, **kwargs)  # noqa: E731
+            original = apply.__get__(None, cls)  # not cls.apply: that is us
             if threading.get_ident() != self.thread or self.inside:
-                return run()
+                return original(*args, **kwargs)
             if issubclass(cls, torch_checkpoint.CheckpointFunction):
                 return self._region(lambda: args[0](*args[2:]))
-            return self._note(None, cls.apply, args, kwargs, run)
+            return self._note(None, original, args, kwargs, lambda: original(*args, **kwargs))
 
         def region_generator(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
             if threading.get_ident() != self.thread or self.inside:
@@ -340,9 +232,12 @@ class _Recorder(TorchFunctionMode):
         path = self.paths[id(module)]
         run = lambda: call(module, *args, **kwargs)  # noqa: E731
         if id(module) in self.leafy and path:
-            if path in self.whole:
-                run = lambda: self._really(module, args, kwargs)  # noqa: E731
-            return self._note(path, None, args, kwargs, run)
+            with _known_momentum(module):
+                if path in self.whole:
+                    return self._note(
+                        path, None, args, kwargs, lambda: self._whole(path, run, args, kwargs)
+                    )
+                return self._note(path, None, args, kwargs, run)
         self.stack.append(path)
         try:
             return run()
@@ -360,11 +255,15 @@ class _Recorder(TorchFunctionMode):
         try:
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if _is_tensor(x)]
             watched = self._watched(path, tensors)
+            self.norms = []
+            if path is not None and tracked(self.model.get_submodule(path)):
+                self.norms.append(path)
             before = [t._version for t in watched]
             result = self._metered(path, func, run)
             changed = [t for t, v in zip(watched, before, strict=True) if t._version != v]
             made = list(_tensors_in(result))
-            if made or changed:  # else a shape, a dtype, a flag: Python has it
+            # Otherwise it gave a shape, a dtype, a flag: Python has that.
+            if made or changed or self.meter.written:
                 self._add(path, func, args, kwargs, tensors, changed, made)
             return result
         finally:
@@ -411,7 +310,14 @@ class _Recorder(TorchFunctionMode):
                 dict.fromkeys(self.known[id(t)][0] for t in tensors if id(t) in self.known)
             ),
             attrs=tuple(dict.fromkeys(attrs)),
-            touches=tuple(self.attrs[id(t)] for t in changed if id(t) in self.attrs),
+            touches=tuple(
+                dict.fromkeys(
+                    name
+                    for storage in (*map(storage_of, changed), *self.meter.written)
+                    for name in self.weights.in_storage.get(storage, ())
+                )
+            ),
+            norms=tuple(self.norms),
             grad=torch.is_grad_enabled(),
             autocast=None if state == self.ambient else state,
             random=self.meter.random,
@@ -434,17 +340,18 @@ class _Recorder(TorchFunctionMode):
         stay on one rank up to this call: each would otherwise get a copy of its own. Later
         readers are sent the new versions and need not.
         """
-        for storage in {_storage(t) for t in changed}:
+        for storage in {storage_of(t) for t in changed}:
             sharing = [self.known[i] for i in self.seen_in[storage]]
             ours = {id(t) for t in changed}
+            call.overwrites += tuple(self.names_in[storage])
             for name, tensor in sharing:
                 if id(tensor) not in results:
                     new = self._new_value(tensor, self._unique(name, "~"))
                     call.mutates.append((name, new))
                 else:
                     call.mutates.append((name, None))
-            if any(id(t) not in ours for _, t in sharing):
-                here = len(self.calls) - 1
+            here = len(self.calls) - 1
+            if any(id(t) not in ours for _, t in sharing) or storage in self.weights.in_storage:
                 first = min(
                     (
                         i
@@ -454,6 +361,8 @@ class _Recorder(TorchFunctionMode):
                     default=here,
                 )
                 self.shared_memory[here] = first
+                if storage in self.weights.in_storage:  # not a copy of a weight's view
+                    self.glued.append((first, here))
 
     def _prune(self, outputs: tuple[str, ...]) -> None:
         """Forget versions that nobody reads; only those that somebody reads glue calls together."""
@@ -465,9 +374,18 @@ class _Recorder(TorchFunctionMode):
             if here in self.shared_memory and any(new for _, new in call.mutates):
                 self.glued.append((self.shared_memory[here], here))
 
+    def _whole(self, path: str, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Run a module that is taken whole: on fake tensors, unless it looks at values."""
+        try:
+            return run()
+        except Exception:
+            self.meter.clear()
+            self.norms = []  # how often each runs may differ from sample to sample
+            return self._really(self.model.get_submodule(path), args, kwargs)
+
     def _really(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run an unrecordable module once on real numbers, to learn the shapes it gives."""
-        self._swap(module, fake=False)
+        self.weights.swap(module, fake=False)
         try:
             with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
                 twin = copy.deepcopy(module)
@@ -477,9 +395,13 @@ class _Recorder(TorchFunctionMode):
                         t.detach().fill_(0.5)
                 real = lambda x: _like(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
                 args, kwargs = pytree.tree_map(real, (args, kwargs))
+                before = {name: b._version for name, b in twin.named_buffers()}
                 result = twin(*args, **kwargs)
         finally:
-            self._swap(module, fake=True)
+            self.weights.swap(module, fake=True)
+        for name, buffer in twin.named_buffers():
+            if buffer._version != before[name]:
+                module.get_buffer(name).zero_()  # a fake one: what its twin did is seen on it
         return pytree.tree_map(self._fake_input, result)
 
     # --- small things -------------------------------------------------------------------------
@@ -497,8 +419,9 @@ class _Recorder(TorchFunctionMode):
             name, tuple(tensor.shape), tuple(tensor.stride()), dtype, tensor.requires_grad
         )
         if id(tensor) not in self.known:
-            self.seen_in.setdefault(_storage(tensor), []).append(id(tensor))
+            self.seen_in.setdefault(storage_of(tensor), []).append(id(tensor))
         self.known[id(tensor)] = (name, tensor)
+        self.names_in.setdefault(storage_of(tensor), []).append(name)
         self.kept.append(tensor)
         return name
 
@@ -514,8 +437,8 @@ class _Recorder(TorchFunctionMode):
         return f"{self.stack[-1]}.{name}" if self.stack and self.stack[-1] else name
 
     def _saved(self, tensor: torch.Tensor) -> Any:
-        storage = _storage(tensor)
-        if storage not in self.attr_storages:
+        storage = storage_of(tensor)
+        if storage not in self.weights.in_storage:
             self.kept.append(tensor)
             self.meter.saves[storage] = tensor.untyped_storage().nbytes()
         return tensor
@@ -525,38 +448,21 @@ class _Recorder(TorchFunctionMode):
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
-class _Meter(TorchDispatchMode):
-    """What one call does below Python: FLOPs, bytes moved, random numbers, tensors kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clear()
-
-    def clear(self) -> None:
-        self.flops = self.moved = 0
-        self.random = False
-        self.saves: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        if counter := flop_registry.get(func.overloadpacket):
-            self.flops += counter(*args, **kwargs, out_val=result)
-        if not func.is_view:
-            tensors = pytree.tree_leaves((args, kwargs, result))
-            self.moved += sum(
-                t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
-            )
-        return result
+@contextmanager
+def _known_momentum(module: nn.Module) -> Iterator[None]:
+    """A cumulative average looks at how many batches it has seen, and a fake count has no value."""
+    unknown = tracked(module) and module.momentum is None
+    if unknown:
+        module.momentum = 0.0  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if unknown:
+            module.momentum = None  # type: ignore[assignment]
 
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gems.errors import TraceError
 from gems.graph import Block, Graph
-from gems.torch.record import Call, Record, record
+from gems.torch.calls import Attr, Call, Record, Ref, is_place
+from gems.torch.record import record
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,24 @@ def trace(
     first = record(module, args, kwargs, device=device, leaves=(*whole, *leaves))
     if twice:
         again = record(module, args, kwargs, device=device, leaves=first.leaves)
-        if [(c.name, c.reads) for c in first.calls] != [(c.name, c.reads) for c in again.calls]:
+        if not _same_calls(first, again):
             raise TraceError(
                 f"two runs of {type(module).__name__}.forward made different calls, so it uses "
-                "Python's random numbers or remembers earlier runs; draw with torch instead, so "
-                "that the same layers run for every sample"
+                "random numbers of Python or numpy, or remembers earlier runs; draw with torch "
+                "instead, so that the same layers run for every sample"
             )
     return Trace(*_graph(first))
+
+
+def _same_calls(a: Record, b: Record) -> bool:
+    """Whether both made the same calls with the same arguments, objects aside."""
+    plain = (Ref, Attr, int, float, complex, str, type(None))
+
+    def spelled(call: Call) -> tuple[Any, ...]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_place)
+        return call.name, call.reads, [x if isinstance(x, plain) else type(x) for x in leaves]
+
+    return list(map(spelled, a.calls)) == list(map(spelled, b.calls))
 
 
 def _graph(record: Record) -> tuple[Graph, Record, tuple[tuple[int, int], ...]]:
@@ -120,7 +133,9 @@ def _block(record: Record, calls: list[Call], storages: dict[int, int]) -> Block
         writes=tuple(writes),
         parameters=tuple(name for name in attrs if name in record.parameters),
         buffers=tuple(name for name in attrs if name in record.buffers),
-        mutates=tuple(old for call in calls for old, _ in call.mutates if old not in writes),
+        mutates=tuple(
+            dict.fromkeys(n for call in calls for n in call.overwrites if n not in writes)
+        ),
         saves=tuple(sorted(saves.items())),
         flops=sum(call.flops for call in calls),
         moved=sum(call.moved for call in calls),

@@ -26,14 +26,14 @@ from gems.planner.search import explain, search
 from gems.schedule.build import lowered
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
-from gems.schedule.passes import forward_only
+from gems.schedule.passes import forward_only, lower
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.batch import Batch, describe, split, tensors
+from gems.torch.calls import Ref
 from gems.torch.launch import connect, device_for
 from gems.torch.profile import measure
 from gems.torch.random import key
-from gems.torch.record import Ref
 from gems.torch.scale import LossScale
 from gems.torch.trace import Trace, as_module, trace
 from gems.torch.weights import (
@@ -42,6 +42,7 @@ from gems.torch.weights import (
     load_state,
     ownership,
     refuse_unordered,
+    unordered,
     whole_state,
 )
 from gems.transport.core import Transport
@@ -72,7 +73,8 @@ class Trainer:
     memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans and schedules
     costs        what blocks cost: "estimate", "measure" (run each once here), or a gems.Costs
     machine      what estimates and "auto" plans are for
-    schedule     an order of one's own, instead of the plan's
+    schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
+                 all that every rank does
     precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
@@ -109,6 +111,8 @@ class Trainer:
         self.machine = machines.machine(machine) if isinstance(machine, str) else machine
         self.steps = 0  # calls of `step` so far
         self.window = 0  # samples of the update under way, when several calls make one
+        self.first = 0  # those of its first call
+        self.trained: set[str] = set()  # weights that the update under way has a gradient for
         self._local: Timeline | None = None
         self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
         self.scale = LossScale() if precision == "fp16" else None
@@ -157,14 +161,16 @@ class Trainer:
             )
         stage_of = stages(plan, traced.graph, blocks)
         self.plan = plan = assign(plan, traced.graph, blocks)
-        self.costs = of_stages(blocks, traced.graph, stage_of)
+        self.costs = of_stages(blocks, traced.graph, stage_of).over(self.machine.link)
         if schedule is None:
-            self.schedule = lowered(plan, self.costs, self._stash_limit())
-        else:
-            self.schedule = require(schedule, plan)
+            schedule = lowered(plan, self.costs, self._stash_limit())
+        elif not any(action.way for _, action in schedule):
+            schedule = lower(require(schedule, plan.one_copy()), plan)
+        self.schedule = require(schedule, plan)
         self.owned = ownership(traced.graph, stage_of, plan)
         self.first_name = traced.record.names
-        refuse_unordered(self.model, traced, self.owned)
+        self.unordered = unordered(plan, self.schedule)
+        refuse_unordered(self.model, traced, self.owned, self.unordered)
         keep_only(
             self.model,
             self.owned.on(self.rank),
@@ -174,6 +180,7 @@ class Trainer:
             initialize,
         )
         self._connect_engines()
+        self.adapter.remember(sample, traced)
         return f"{key(str(self.schedule), plan)}"
 
     def _check_options(self, sample: Any) -> None:
@@ -202,7 +209,10 @@ class Trainer:
             return costs
         if costs == "measure":
             mine = measure(traced, self.model, self.device) if self.rank == 0 else None
-            return self.transport.gather(mine)[0]
+            found = self.transport.gather(mine)[0]
+            if not isinstance(found, Costs):
+                raise PeerError(f"rank 0 could not measure the model: it {found}")
+            return found
         if costs != "estimate":
             raise PlanError(f"costs is {costs!r}; give 'estimate', 'measure' or a gems.Costs")
         return estimate(traced.graph, self.machine)
@@ -239,6 +249,7 @@ class Trainer:
             plan,
             self.schedule.ranks[self.rank],
             self.owned,
+            self.unordered,
             rank=self.rank,
             loss=self.loss,
             device=self.device,
@@ -270,23 +281,25 @@ class Trainer:
         if self.loss is None or self.optimizer is None:
             raise GemsError("this trainer has no loss or no optimizer; it can only predict")
         start = perf_counter()
-        self.model.train()
         batch = split(inputs, targets, self.plan.total)
         update = (self.steps + 1) % self.accumulate == 0
-        first = self.window or batch.samples
+        if not self.window:
+            self.first = batch.samples
         # Losses are weighed so that gradients are averaged over all samples of the window; the
         # first call does not know their number, so the last one mends it.
-        scale = batch.samples / first * (self.scale.value if self.scale else 1.0)
+        scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
         self._begin(batch, training=True, scale=scale, update=update)
         self._local = self.engine.step(self.steps)
         self.adapter.settle_alone()
         self.window += batch.samples
         self.steps += 1
         loss, norm = self._agree_on_loss(update)
-        updated = update and self._update(first, norm)
+        # Gradients were averaged over the first call's samples, and may be scaled.
+        factor = self.first / self.window / (self.scale.value if self.scale else 1.0)
+        updated = update and self._update(factor, norm * factor)
         if update:
             self.window = 0
-        shown = norm if update and self.clip is not None else None
+        shown = norm * factor if update and self.clip is not None else None
         return Step(loss, batch.samples, perf_counter() - start, updated, shown)
 
     def _begin(
@@ -316,15 +329,34 @@ class Trainer:
             self._sum_tied()
         wants_norm = update and (self.clip is not None or self.scale is not None)
         mine = self._square_norm() if wants_norm else 0.0
-        parts = torch.tensor([self.adapter.weighted_loss(), mine], dtype=torch.float64)
+        outputs, used = self.adapter.output_names(), self.adapter.used
+        parts = torch.tensor(
+            [self.adapter.weighted_loss(), mine, *(name in used for name in outputs)],
+            dtype=torch.float64,
+        )
         self.transport.add_up(parts, tuple(range(self.transport.world))).wait()
-        loss, square = parts.tolist()
+        loss, square, *uses = parts.tolist()
+        used = {name for name, times in zip(outputs, uses, strict=True) if times}
+        self.trained |= self.adapter.trained_by(used)
+        if update:
+            self._forget_untrained()
         if not math.isfinite(loss):
             raise LossError(
                 f"the loss is {loss} in step {self.steps - 1}; no update was made. Look at the "
                 "data of this step, lower the learning rate, or clip gradients"
             )
         return loss, math.sqrt(square) if square >= 0 else math.nan
+
+    def _forget_untrained(self) -> None:
+        """What no gradient leads to must end without one: optimizers do not touch it then.
+
+        Between stages a gradient that does not exist travels as zeros, because receivers wait
+        for it, so weights behind it were given zeros.
+        """
+        for name, p in self._named_parameters():
+            if p.grad is not None and name not in self.trained and not p.grad.any():
+                p.grad = None
+        self.trained.clear()
 
     def _sum_tied(self) -> None:
         """Weights that several stages use: their gradients are summed like a replica's."""
@@ -346,18 +378,15 @@ class Trainer:
                 total += float(p.grad.detach().double().square().sum())
         return total
 
-    def _update(self, first: int, norm: float) -> bool:
-        """Take the optimizer's step on averaged, unscaled and clipped gradients."""
+    def _update(self, factor: float, norm: float) -> bool:
+        """Take the optimizer's step on gradients times `factor`, clipped; `norm` is theirs then."""
         assert self.optimizer is not None
-        factor = first / self.window
         if self.scale is not None:
-            factor /= self.scale.value
             overflowed = not math.isfinite(norm)
             self.scale.update(overflowed)
             if overflowed:
                 self.optimizer.zero_grad(set_to_none=True)
                 return False
-        norm *= factor
         if self.clip is not None and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)
         if factor != 1.0:
@@ -372,7 +401,7 @@ class Trainer:
 
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, for a whole batch, on every rank's host."""
-        training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
@@ -381,7 +410,8 @@ class Trainer:
                 self._local = self.reader.step(self.steps)
                 return self._collect(batch)
         finally:
-            self.model.train(training)
+            for module, training in modes:  # one by one: some may be frozen
+                module.training = training
 
     def _collect(self, batch: Batch) -> Any:
         """Outputs of all micro-batches, from the ranks that have them, joined in order."""
@@ -395,8 +425,8 @@ class Trainer:
             own = tensors(self.adapter.outputs.pop(i)) if source == self.rank else None
             parts.append(self._shared(cut.trace, own, source))
         assert cut is not None
-        joined = iter([torch.cat(pieces) if pieces[0].dim() else pieces[0]
-                       for pieces in zip(*parts, strict=True)])  # fmt: skip
+        sizes = [size for size in batch.sizes if size]
+        joined = iter([_joined(pieces, sizes) for pieces in zip(*parts, strict=True)])
         return pytree.tree_map(
             lambda x: next(joined) if isinstance(x, (Ref, torch.Tensor)) else x,
             cut.trace.record.output,
@@ -440,3 +470,16 @@ class Trainer:
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
         self.transport.close()
+
+
+def _joined(pieces: Sequence[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+    """One output of all micro-batches: along the samples, or the one that all agree on."""
+    if [piece.shape[0] if piece.dim() else None for piece in pieces] == sizes:
+        return torch.cat(list(pieces))
+    if all(torch.equal(piece, pieces[0]) for piece in pieces):
+        return pieces[0]
+    raise ShapeError(
+        f"an output of shape {tuple(pieces[0].shape)} has no samples along its first dimension "
+        f"(micro-batches have {sizes}) and differs between them, so it cannot be joined; let the "
+        "model return it per sample, or predict with one micro-batch"
+    )

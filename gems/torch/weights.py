@@ -11,7 +11,7 @@ from torch import nn
 from gems.errors import PlanError, ShapeError, faults
 from gems.graph import Graph
 from gems.plan import Plan
-from gems.torch.norms import tracked
+from gems.schedule.core import Kind, Schedule
 from gems.torch.random import key
 from gems.torch.trace import Trace
 from gems.transport.core import Transport
@@ -188,18 +188,30 @@ def load_state(
                 local[label].copy_(state[label])
 
 
-def refuse_unordered(model: nn.Module, traced: Trace, owned: Ownership) -> None:
+def unordered(plan: Plan, schedule: Schedule) -> set[int]:
+    """The stages of which no rank sees all samples, in order."""
+    seen: dict[int, list[int]] = {stage: [] for stage in range(plan.depth)}
+    for _, action in schedule:
+        if action.kind is Kind.FORWARD and action.computes:
+            seen[action.stage].append(action.micro_batch)
+    return {s for s, order in seen.items() if len(plan.holders[s]) > 1 or order != sorted(order)}
+
+
+def refuse_unordered(
+    model: nn.Module, traced: Trace, owned: Ownership, unordered: set[int]
+) -> None:
     """A buffer that forward changes must be changed by one stage, and on one rank in sample order.
 
     Running statistics of normalisation layers may be on several ranks (see norms.py); anything
-    else would depend on who saw which sample first.
+    else would depend on who saw which sample first. So do they in a module that was taken whole
+    because it looks at values: nobody knows how often it runs them.
     """
     found = []
     for call in traced.record.calls:
         for name in call.touches:
-            module = model.get_submodule(name.rpartition(".")[0])
+            known = name.rpartition(".")[0] in call.norms
             several = len(owned.stages[name]) > 1
-            if several or (len(owned.holders[name]) > 1 and not tracked(module)):
+            if several or (not known and unordered.intersection(owned.stages[name])):
                 found.append(
                     f"{name} is changed by {call.name} on ranks {owned.holders[name]}, in stages "
                     f"{owned.stages[name]}"

@@ -3,12 +3,20 @@
 gloo pairs messages by tag, so both ends of a link count its messages. NCCL pairs them by order,
 per communicator; each direction of a link gets a communicator, hence a stream, of its own, so that
 a receive that waits never stands in front of a send. (NCCL was never run where this was written.)
+
+[Note: how a failure spreads] gloo ends what waits for a peer as soon as the connection to that peer
+closes. It has no way to close one early, and a process that ends waits for its own sums first: two
+ranks, one in a sum and ending, the other expecting a message, would wait for each other until the
+timeout. So we talk over groups of our own, know their connections, and shut them down when this
+rank fails or has lost another. That ends its own sums, and the next rank notices within
+milliseconds, and does the same.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +25,17 @@ import torch.distributed as dist
 
 from gems.errors import PeerError
 from gems.transport.core import Done, Handle
+from gems.transport.sockets import hang_up, open_sockets
+
+SAME = "All ranks must be given the same model, sample and plan"
+Lost = Callable[[str, BaseException], PeerError]
 
 
 class _Work:
     """A torch handle, with an error that names the peer, and what to do once it is through."""
 
-    def __init__(self, work: Any, what: str, keep: Any, after: Any = None) -> None:
-        self.work, self.what, self.keep, self.after = work, what, keep, after
+    def __init__(self, work: Any, what: str, lost: Lost, keep: Any, after: Any = None) -> None:
+        self.work, self.what, self.lost, self.keep, self.after = work, what, lost, keep, after
 
     def wait(self) -> None:
         if self.work is None:
@@ -31,106 +43,161 @@ class _Work:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise _lost(self.what, error) from error
+            raise self.lost(self.what, error) from error
         self.work = None
         if self.after is not None:
             self.after()
         self.keep = self.after = None
 
 
-def _lost(what: str, error: BaseException) -> PeerError:
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return PeerError(
-        f"{what} failed: the other process died, was stopped or timed out ({line}). "
-        "Look at the output of the rank that ended first, then start again from a checkpoint"
-    )
-
-
 class TorchDist:
-    """This process's end of the default process group, which must be initialised."""
+    """This process's end of groups over all ranks of the default one, which must be initialised.
 
-    def __init__(self, timeout: float | None = None) -> None:
+    `owner` says that the default group is ours to end as well.
+    """
+
+    def __init__(self, timeout: float | None = None, *, owner: bool = False) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.backend = dist.get_backend()
         self.timeout = timedelta(seconds=timeout) if timeout else None
+        self.owner = owner
+        self.failed: BaseException | None = None
+        self.connections: dict[int, str] = {}  # of our groups
         self.counts: dict[tuple[int, int], int] = defaultdict(int)
-        self.groups: dict[tuple[int, ...], Any] = {tuple(range(self.world)): dist.group.WORLD}
+        self.everyone = tuple(range(self.world))
+        self.groups: dict[tuple[int, ...], Any] = {}
         self.links: dict[tuple[int, int], Any] = {}
+        self.groups[self.everyone] = self._group(self.everyone)
         # Small things (losses, shapes, names) never touch the device.
         gloo = self.backend == "gloo"
-        self.host: Any = dist.group.WORLD if gloo else dist.new_group(backend="gloo")
+        self.host = self.groups[self.everyone] if gloo else self._group(self.everyone, "gloo")
+
+    def _group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+        """A new group, and a note of the connections it opened."""
+        before = open_sockets().items()
+        try:
+            group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
+        except RuntimeError as error:
+            raise self._lost(f"rank {self.rank} meeting ranks {_listed(ranks)}", error) from error
+        self.connections |= dict(open_sockets().items() - before)
+        return group
 
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
+        # A new group waits for its members without noticing that one died, or failed and is
+        # elsewhere: first see that all have come here, to prepare the same.
+        mine = (tuple(groups), tuple(links))
+        for rank, theirs in enumerate(self.gather(mine)):
+            if theirs != mine:
+                why = theirs if isinstance(theirs, str) else "came to another plan"
+                self.fail(error := PeerError(f"rank {rank} {why}. {SAME}"))
+                raise error
         for ranks in sorted(set(groups)):
             if ranks not in self.groups and len(ranks) > 1:
-                self.groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+                self.groups[ranks] = self._group(ranks)
         if self.backend == "nccl":
             for link in sorted(set(links)):
                 if link not in self.links:
-                    self.links[link] = dist.new_group(sorted(link), timeout=self.timeout)
+                    self.links[link] = self._group(sorted(link))
 
     def send(self, buffer: torch.Tensor, target: int) -> Handle:
         link = (self.rank, target)
-        group, tag = self.links.get(link), self._tag(link)
+        group, tag = self._link(link)
         host = self._host(buffer)
         if host is not buffer:
             host.copy_(buffer)
         what = f"sending from rank {self.rank} to rank {target}"
         try:
-            return _Work(dist.isend(host, target, group=group, tag=tag), what, host)
+            return _Work(dist.isend(host, target, group=group, tag=tag), what, self._lost, host)
         except RuntimeError as error:
-            raise _lost(what, error) from error
+            raise self._lost(what, error) from error
 
     def receive(self, buffer: torch.Tensor, source: int) -> Handle:
         link = (source, self.rank)
-        group, tag = self.links.get(link), self._tag(link)
+        group, tag = self._link(link)
         host = self._host(buffer)
         after = None if host is buffer else lambda: buffer.copy_(host, non_blocking=True)
         what = f"receiving on rank {self.rank} from rank {source}"
         try:
-            return _Work(dist.irecv(host, source, group=group, tag=tag), what, host, after)
+            work = dist.irecv(host, source, group=group, tag=tag)
+            return _Work(work, what, self._lost, host, after)
         except RuntimeError as error:
-            raise _lost(what, error) from error
+            raise self._lost(what, error) from error
 
     def add_up(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
         if len(ranks) < 2:
             return Done()
-        what = f"summing on rank {self.rank} over ranks {', '.join(map(str, ranks))}"
+        what = f"summing on rank {self.rank} over ranks {_listed(ranks)}"
         on_host = buffer.device.type == "cpu" and self.backend != "gloo"
         group: Any = self.host if on_host else self.groups[ranks]
         try:
-            return _Work(dist.all_reduce(buffer, group=group, async_op=True), what, buffer)
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+            return _Work(work, what, self._lost, buffer)
         except RuntimeError as error:
-            raise _lost(what, error) from error
+            raise self._lost(what, error) from error
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """Over the host: the buffer must be in its memory."""
+        what = f"broadcasting from rank {source} to rank {self.rank}"
         try:
             dist.broadcast(buffer, source, group=self.host)
         except RuntimeError as error:
-            raise _lost(f"broadcasting from rank {source} to rank {self.rank}", error) from error
+            raise self._lost(what, error) from error
 
     def gather(self, thing: Any) -> list[Any]:
         found: list[Any] = [None] * self.world
         try:
             dist.all_gather_object(found, thing, group=self.host)
         except RuntimeError as error:
-            raise _lost(f"gathering on rank {self.rank} from all ranks", error) from error
+            raise self._lost(f"gathering on rank {self.rank} from all ranks", error) from error
         return found
 
     def fail(self, error: BaseException) -> None:
-        """Nothing to say: this process is about to end, and its closed connections say it all."""
+        """Hang up on all ranks, so that none waits for this one. [Note: how a failure spreads]"""
+        self.failed = self.failed or error
+        hang_up(self.connections)
+        self.connections = {}
+
+    def _lost(self, what: str, error: BaseException) -> PeerError:
+        """What to raise when a peer cannot be reached: the first failure is the one to tell."""
+        if isinstance(self.failed, PeerError):
+            return self.failed
+        if self.failed is not None:
+            why = f"this rank has failed before ({self.failed!r})"
+        else:
+            why = f"the other process died, was stopped or timed out ({first_line(error)})"
+        lost = PeerError(
+            f"{what} failed: {why}. Look at the output of the rank that ended first, then start "
+            "again from a checkpoint"
+        )
+        self.fail(lost)
+        return lost
 
     def close(self) -> None:
+        self.connections = {}
         if dist.is_initialized():
-            dist.destroy_process_group()
+            groups = {id(g): g for g in (*self.groups.values(), *self.links.values(), self.host)}
+            for group in (None,) if self.owner else groups.values():
+                dist.destroy_process_group(group)
+        self.groups, self.links, self.host = {}, {}, None
 
-    def _tag(self, link: tuple[int, int]) -> int:
+    def _link(self, link: tuple[int, int]) -> tuple[Any, int]:
+        """The group and the tag of the next message of a link."""
         self.counts[link] += 1
-        return self.counts[link] % (1 << 20)
+        group = self.links.get(link, self.groups[self.everyone])
+        return group, self.counts[link] % (1 << 20)
 
     def _host(self, buffer: torch.Tensor) -> torch.Tensor:
         """gloo reads host memory only: a buffer on a device crosses through a pinned one."""
         if buffer.device.type == "cpu" or self.backend != "gloo":
             return buffer
         return torch.empty_like(buffer, device="cpu", pin_memory=True)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def first_line(error: BaseException) -> str:
+    """What torch or gloo have to say, without source files and good wishes."""
+    said = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", str(error).strip()).partition("\n")[0]
+    return said.partition(". This is typically")[0] or type(error).__name__

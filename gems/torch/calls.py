@@ -1,0 +1,92 @@
+"""What a recording is made of: calls with places for tensors, as plain as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gems.graph import Value, Weight
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value, by name, where a call had a tensor."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Attr:
+    """A parameter or buffer, by its first name in the model, where a call had a tensor."""
+
+    name: str
+
+
+def is_place(x: Any) -> bool:
+    """Whether something stands where a call had a tensor."""
+    return isinstance(x, (Ref, Attr))
+
+
+@dataclass
+class Call:
+    """One recorded call. `args` and `kwargs` have `Ref` and `Attr` in place of tensors.
+
+    `outs` are the values it gives, with the path to each inside its result. `mutates` are pairs
+    (value before, value after) of values that it changed in place, where the value after is None
+    if the call also returns it; `overwrites` are all values that ever saw that memory. `touches`
+    are weights that it changed, `norms` the layers with running statistics that it ran.
+    """
+
+    name: str
+    layer: str
+    module: str | None
+    function: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[str, ...]
+    attrs: tuple[str, ...]
+    outs: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
+    mutates: list[tuple[str, str | None]] = field(default_factory=list)
+    overwrites: tuple[str, ...] = ()
+    touches: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    grad: bool = True
+    autocast: tuple[bool, torch.dtype] | None = None
+    random: bool = False
+    region: int | None = None
+    saves: dict[int, int] = field(default_factory=dict)
+    flops: int = 0
+    moved: int = 0
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (*(name for _, name in self.outs), *(new for _, new in self.mutates if new))
+
+
+@dataclass
+class Record:
+    """All calls of one forward, for one input signature."""
+
+    calls: list[Call]
+    values: dict[str, Value]
+    inputs: tuple[str, ...]
+    output: Any  # the model's output, with Ref in place of tensors
+    outputs: tuple[str, ...]
+    parameters: dict[str, Weight]
+    buffers: dict[str, Weight]
+    names: dict[str, str]  # every name of a parameter or buffer -> its first name
+    glued: list[tuple[int, int]]  # first and last call of runs that may not be cut
+    device: str  # kind of device that it was recorded for
+    leaves: tuple[str, ...]  # modules that had to be taken whole
+
+    def trained_by(self, outputs: Iterable[str]) -> set[str]:
+        """The weights that a gradient of these outputs may lead to, and not one too few."""
+        reached, weights = set(outputs), set[str]()
+        for call in reversed(self.calls):
+            if any(name in reached and self.values[name].grad for name in call.writes):
+                reached.update(call.reads, (old for old, _ in call.mutates))
+                weights.update(call.attrs)
+        return weights

@@ -1,0 +1,52 @@
+"""What one call does below Python: FLOPs, bytes moved, random numbers, tensors kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that two tensors share if, and while, they share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+# They change running averages without saying so: neither schema nor version shows it.
+AVERAGING = (
+    torch.ops.aten.native_batch_norm,
+    torch.ops.aten.cudnn_batch_norm,
+    torch.ops.aten.miopen_batch_norm,
+)
+
+
+class CallMeter(TorchDispatchMode):
+    """What one call does below Python: FLOPs, bytes moved, random numbers, tensors kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.flops = self.moved = 0
+        self.random = False
+        self.written: list[int] = []  # storages of running averages
+        self.saves: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        if func.overloadpacket in AVERAGING and args[5]:  # training
+            self.written += [storage_of(t) for t in args[3:5] if t is not None]
+        if counter := flop_registry.get(func.overloadpacket):
+            self.flops += counter(*args, **kwargs, out_val=result)
+        if not func.is_view:
+            tensors = pytree.tree_leaves((args, kwargs, result))
+            self.moved += sum(
+                t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
+            )
+        return result

@@ -1,0 +1,17 @@
+"""A rank that ends with a sum under way, while the other waits for a message: no Trainer, only the
+transport."""
+
+from __future__ import annotations
+
+import torch
+
+from gems.torch.launch import connect
+
+transport = connect()
+transport.gather("here")
+if transport.rank == 0:
+    under_way = transport.add_up(torch.ones(4), (0, 1))
+    error = KeyError("no such label")
+    transport.fail(error)
+    raise error
+transport.receive(torch.ones(4), 0).wait()

@@ -1,0 +1,67 @@
+"""Start ranks out of one warm interpreter: each is forked, and lives and ends like any process.
+
+Importing torch takes longer than most tests; here it is done once. One request per line of stdin,
+`{"command": [script, ...], "places": [environment, ...], "logs": folder, "limit": seconds}`; one
+answer per line of stdout, `[[exit code, seconds], ...]`, with null for a rank that had to be killed
+at the limit. What rank r prints is in `logs/r.out` and `logs/r.err`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import train
+
+import gems
+
+
+def main() -> None:
+    train.trainer(gems.Plan())  # loads all that is loaded late
+    gc.freeze()  # a rank that ends need not look through all of it
+    for line in sys.stdin:
+        request = json.loads(line)
+        ranks: list[int] = []
+        for rank, place in enumerate(request["places"]):
+            pid = os.fork()
+            if not pid:
+                become(request["command"], place, Path(request["logs"]) / str(rank))
+                return  # and end as an interpreter does
+            ranks.append(pid)
+        print(json.dumps(ends(ranks, request["limit"])), flush=True)
+
+
+def become(command: list[str], place: dict[str, str], log: Path) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(log.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(place)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def ends(ranks: list[int], limit: float) -> list[list[Any]]:
+    start = time.monotonic()
+    found: dict[int, list[Any]] = {}
+    while len(found) < len(ranks):
+        late = time.monotonic() - start
+        for pid in ranks:
+            if pid not in found and (end := os.waitpid(pid, os.WNOHANG))[0]:
+                found[pid] = [os.waitstatus_to_exitcode(end[1]), late]
+            elif pid not in found and late > limit:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                found[pid] = [None, late]
+        time.sleep(0.02)
+    return [found[pid] for pid in ranks]
+
+
+if __name__ == "__main__":
+    main()

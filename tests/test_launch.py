@@ -1,0 +1,241 @@
+"""One script, started in every way people start scripts: the same losses, the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gems.errors import GemsError, PeerError
+from gems.torch.launch import Place, connect, first_host, place
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = [sys.executable, str(SCRIPTS / "train.py")]
+TWO_STAGES = json.dumps({"stages": 2, "micro_batches": 4})
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TORCHRUN += ["--master-addr", "127.0.0.1"]
+
+# What launchers set, measured but for Slurm's, which are from its manual.
+TORCHRUN_SETS = {
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+OPEN_MPI_SETS = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-vm-9792@1", "PMIX_RANK": "1",
+}  # fmt: skip
+MPICH_SETS = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BATCH_SETS = {
+    "SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+SRUN_SETS = {
+    **BATCH_SETS, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+
+
+# --- really started -------------------------------------------------------------------------------
+
+
+def run(*commands: Sequence[str], places: Sequence[dict[str, str]] = ({},)) -> list[dict[str, Any]]:
+    """The lines that the ranks of these processes printed, by rank."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    started = [
+        subprocess.Popen(
+            command, env=clean | at, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for command, at in zip(commands, places, strict=True)
+    ]
+    lines = []
+    for process in started:
+        out, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        lines += [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    (line,) = run([*TRAIN, json.dumps({"stages": 1, "micro_batches": 4})])
+    assert line["rank"] == 0
+    assert line["losses"][1] < line["losses"][0]
+    return line
+
+
+def assert_same(lines: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    assert lines == [alone | {"rank": rank} for rank in range(2)]
+
+
+def test_torchrun_trains_like_one_process(alone: dict[str, Any]) -> None:
+    command = [*TORCHRUN, "--master-port", str(free_port()), *TRAIN[1:], TWO_STAGES]
+    assert_same(run(command), alone)
+
+
+def test_mpirun_trains_like_one_process(alone: dict[str, Any]) -> None:
+    assert_same(run([*MPIRUN, "-np", "2", *TRAIN, TWO_STAGES]), alone)
+
+
+def test_srun_trains_like_one_process(alone: dict[str, Any]) -> None:
+    """Without a Slurm: two processes that have its variables."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "gpu03",
+    }  # fmt: skip
+    tasks = [step | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
+    assert_same(run(*[[*TRAIN, TWO_STAGES]] * 2, places=tasks), alone)
+
+
+def test_mpirun_ends_when_a_rank_is_killed() -> None:
+    command = [*MPIRUN, "-np", "2", sys.executable, str(SCRIPTS / "broken.py"), TWO_STAGES]
+    ended = subprocess.run([*command, "killed", "1"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "signal 9 (Killed)" in ended.stderr
+
+
+# --- by the variables -----------------------------------------------------------------------------
+
+
+def test_a_process_that_nobody_launched_is_alone() -> None:
+    assert place({}) is None
+    assert place({"HOME": "/root", "MASTER_ADDR": "node7"}) is None
+
+
+def test_torchrun_says_all() -> None:
+    assert place(TORCHRUN_SETS) == Place(3, 8, 1, "node7", 29500, "torchrun")
+
+
+def test_rank_and_world_size_may_be_set_by_hand() -> None:
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29511"}
+    assert place(by_hand) == Place(1, 2, 1, "127.0.0.1", 29511, "torchrun")
+
+
+def test_a_world_of_one_is_alone_whatever_surrounds_it() -> None:
+    """Like `torchrun --nproc-per-node 1` in a job of many tasks."""
+    assert place(SRUN_SETS | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) is None
+
+
+@pytest.mark.parametrize("sets", [OPEN_MPI_SETS, MPICH_SETS], ids=["Open MPI", "MPICH"])
+def test_ranks_of_mpirun_on_one_node_meet_on_loopback(sets: dict[str, str]) -> None:
+    found = place(sets)
+    assert found is not None
+    assert (found.rank, found.world, found.local, found.address) == (1, 2, 1, "127.0.0.1")
+
+
+def test_ranks_of_mpirun_on_several_nodes_must_be_told_where_to_meet() -> None:
+    with pytest.raises(GemsError, match="set MASTER_ADDR"):
+        place(OPEN_MPI_SETS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    with pytest.raises(GemsError, match="set MASTER_PORT"):
+        place(MPICH_SETS | {"MPI_LOCALNRANKS": "1", "MASTER_ADDR": "node1"})
+
+
+def test_ranks_of_srun_meet_on_the_first_node() -> None:
+    found = place(SRUN_SETS)
+    assert found is not None
+    assert (found.rank, found.world, found.local, found.address) == (3, 4, 1, "gpu03")
+
+
+def test_a_batch_script_of_slurm_is_alone() -> None:
+    """Story: it has SLURM_PROCID and the SLURM_NTASKS of its job, and waited for three others."""
+    assert place(BATCH_SETS) is None
+
+
+def test_the_variables_of_srun_count_even_if_it_speaks_pmi() -> None:
+    found = place(SRUN_SETS | {"PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert found is not None
+    assert (found.launcher, found.local, found.address) == ("srun", 1, "gpu03")
+
+
+def test_mpirun_inside_a_job_of_slurm_is_mpirun() -> None:
+    """Both kinds start one helper per node by srun, and their ranks inherit its variables."""
+    for sets in (OPEN_MPI_SETS, MPICH_SETS):
+        found = place(SRUN_SETS | sets)
+        assert found is not None
+        assert (found.rank, found.world) == (1, 2)
+        assert found.launcher.startswith("mpirun")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[03-05,09],login1", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("node1,node2", "node1"),
+        ("a100-4", "a100-4"),
+        ("rack2-[1-3]", "rack2-1"),
+        ("rack[2-3]-[1-3].cluster,login1", "rack2-1.cluster"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_ports_are_one_per_job_and_not_for_everybody() -> None:
+    def port(**changed: str) -> int:
+        found = place(SRUN_SETS | changed)
+        assert found is not None
+        return found.port
+
+    assert port(SLURM_PROCID="0") == port(SLURM_PROCID="3")
+    jobs = [port(SLURM_JOB_ID=str(job)) for job in range(100)]
+    assert len({*jobs}) > 95
+    assert all(1024 < port < 32768 for port in jobs)  # Linux gives the later ones to anybody
+    assert port(MASTER_PORT="4711") == 4711
+
+
+# --- meeting --------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> int:
+    """This process as rank 0 of two; the port where they meet."""
+    port = free_port()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    return port
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_forever(one_of_two: int) -> None:
+    with pytest.raises(PeerError, match=r"rank 0 of 2 .* within 1 seconds.*a rank that ended"):
+        connect("gloo", patience=1)
+
+
+def test_a_port_that_is_taken_is_named(one_of_two: int) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", one_of_two))
+        taken.listen()
+        with pytest.raises(PeerError, match=rf":{one_of_two} .*set MASTER_PORT to a free one"):
+            connect("gloo", patience=5)
+
+
+def test_a_process_group_that_exists_is_used_and_left_to_its_owner() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        transport = connect()
+        assert transport.gather("here") == ["here"]
+        transport.close()
+        assert dist.is_initialized()
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""Over gloo processes: the same numbers as the plain model, and bytes as they should be."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gems import models
+from gems.plan import Plan
+from gems.timeline import Memory
+from gems.torch.trainer import Trainer
+from gems.transport.core import Transport
+from tests.exact import alone, assert_equal, batches, join, plainly, sgd, trained
+from tests.worlds import spawn
+
+Tensor = torch.Tensor
+
+
+class Pointers(nn.Module):
+    """Integers travel between stages: where each maximum was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, where = self.pool(self.a(x))
+        x = self.unpool(self.b(x).relu(), where)
+        chosen = x.argmax(1, keepdim=True)
+        return self.head((x + x.gather(1, chosen)).mean((2, 3)))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(192, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16),
+            nn.Dropout(0.3), nn.Linear(16, 5),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Logits(nn.Module):
+    """A U-Net whose pixels are averaged, so that labels are per image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = models.build("unet", width=2, levels=3, num_classes=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).mean((2, 3))
+
+
+NETWORKS: dict[str, Any] = {
+    "resnet": lambda: models.build("resnet_v1", depth=8, width=4, num_classes=5),
+    "unet": Logits,
+    "pointers": Pointers,
+    "dropping": Dropping,
+}
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS[name]().double()
+
+
+def data(steps: int = 2, samples: int = 7) -> list[Any]:
+    return batches((samples, 3, 8, 8), 5, steps, torch.float64)
+
+
+def rank(transport: Transport, name: str, plan: Plan) -> Any:
+    return trained(transport, network(name), data(), plan)
+
+
+CASES = {
+    "sequential, 3 ranks": ("resnet", Plan(stages=3, micro_batches=3, schedule="sequential")),
+    "gpipe, 3 ranks, U-Net": ("unet", Plan(stages=3, micro_batches=3, schedule="gpipe")),
+    "1f1b, 4 ranks": ("resnet", Plan(stages=4, micro_batches=7, schedule="1f1b")),
+    "interleaved, 2 ranks": (
+        "unet",
+        Plan(stages=4, ranks=2, micro_batches=4, schedule="interleaved"),
+    ),
+    "zero-bubble, 3 ranks": ("resnet", Plan(stages=3, micro_batches=4, schedule="zero-bubble")),
+    "gems, 3 ranks": ("resnet", Plan(stages=3, replications=2, schedule="gems")),
+    "gems-zb, 4 ranks, U-Net": ("unet", Plan(stages=4, replications=2, schedule="gems-zb")),
+    "fold, 2 ranks, integers": (
+        "pointers",
+        Plan(stages=4, micro_batches=3, schedule="auto", placement="fold"),
+    ),
+    "gems × data 2": ("resnet", Plan(stages=2, replications=1, schedule="gems", data=2)),
+    "both ways, integers": (
+        "pointers",
+        Plan(stages=3, micro_batches=4, schedule="auto", bidirectional=True, stashes=2),
+    ),
+    "dropout, 2 ranks both ways": ("dropping", Plan(stages=2, replications=2, schedule="gems-zb")),
+    "dropout, 2 × data 2": ("dropping", Plan(stages=2, micro_batches=2, data=2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_train_like_the_plain_model(case: str) -> None:
+    name, plan = CASES[case]
+    found = join(spawn(plan.world, rank, name, plan))
+    oracle = alone if name == "dropping" else plainly
+    assert_equal(found, oracle(network(name), data(), plan.total))
+
+
+# --- bytes ------------------------------------------------------------------------------------
+
+
+def measured(transport: Transport, plan: Plan, steps: int) -> Any:
+    """The last step's timeline, what one micro-batch keeps on each stage, and what is left over."""
+    trainer = Trainer(
+        network("resnet"), F.cross_entropy, sgd, data()[0][0][:1], plan, transport=transport
+    )
+    for images, labels in data(steps, plan.total):
+        trainer.step(images, labels)
+    stash = dict(trainer.adapter.stash_bytes)
+    engine = trainer.engine
+    left = (len(engine.sending), len(engine.inbox), len(engine.at_hand), len(trainer.adapter.kept))
+    return trainer.timeline(), stash, left, trainer.adapter.standing(), engine.meter.now
+
+
+def most(timeline: Any, rank: int, kind: str) -> int:
+    return max(getattr(memory, kind) for _, memory in timeline.memory[rank])
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_gems_never_keeps_more_than_one_micro_batch_per_rank(stages: int) -> None:
+    plan = Plan(stages=stages, replications=3, schedule="gems")
+    results = spawn(plan.world, measured, plan, 2)
+    timeline = results[0][0]
+    assert timeline.stashes == (1,) * stages
+    for number, (_, stash, _, _, _) in enumerate(results):
+        own = {size for (stage, _), size in stash.items()}
+        assert most(timeline, number, "stash") == max(own)
+
+
+def test_1f1b_keeps_as_many_as_there_are_stages_to_come() -> None:
+    plan = Plan(stages=4, micro_batches=8, schedule="1f1b")
+    results = spawn(plan.world, measured, plan, 1)
+    timeline = results[0][0]
+    assert timeline.stashes == (4, 3, 2, 1)
+    for stage, (_, stash, _, _, _) in enumerate(results):
+        assert most(timeline, stage, "stash") == (4 - stage) * stash[stage, 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems"])
+def test_nothing_is_left_over_after_a_step(schedule: str) -> None:
+    plan = Plan(stages=3, micro_batches=6, schedule=schedule)
+    for timeline, _, left, standing, now in spawn(3, measured, plan, 2):
+        assert left == (0, 0, 0, 0), "no message, no stash"
+        assert (now.stash, now.boundary, now.communication) == (0, 0, 0)
+        assert now.weights == standing.weights and now.optimizer == standing.optimizer
+        for peak in timeline.peaks:
+            assert isinstance(peak, Memory)
+            assert peak.total > standing.weights
+
+
+def test_buffers_that_were_sent_are_let_go_before_the_step_ends() -> None:
+    """All of them at once would be one per micro-batch; what came back tells that they arrived."""
+    plan = Plan(stages=2, micro_batches=8, schedule="1f1b")
+    timeline = spawn(2, measured, plan, 1)[0][0]
+    rows = [memory.communication for _, memory in timeline.memory[0]]
+    largest = max(b - a for a, b in pairwise(rows))
+    assert max(rows) <= 3 * largest

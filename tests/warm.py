@@ -1,0 +1,11 @@
+"""Loaded by the server that forks ranks: what torch imports on first use, it imports here, once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gems.torch.trace import trace
+
+torch.set_num_threads(1)
+trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.empty(2, 3, 8, 8))
