@@ -31,5 +31,5 @@ def test_the_readme_s_ten_lines_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.split()
-    assert len(lines) == 2 and lines[0] == lines[1]
+    said = "".join(done.stdout.split())  # the two ranks' lines may have run into each other
+    assert said and said[: len(said) // 2] == said[len(said) // 2 :]

@@ -12,7 +12,6 @@ import datetime
 import json
 import os
 import platform
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,38 +21,39 @@ import torch
 from benchmarks.pipeline import balance, ours, peer, plain
 from benchmarks.pipeline.ranks import Ranks
 
-MICRO_BATCHES = (2, 4, 8)
+ALONE = "gems one rank"
 SERIES = ("wall", "virtual", "busy", "cpu", "exchange")  # what grows with every turn
 
 
-def contestants(worlds: dict[int, Ranks], seconds: tuple[float, ...]) -> list[dict[str, Any]]:
+def contestants(ranks: Ranks, m: int, seconds: tuple[float, ...]) -> list[dict[str, Any]]:
     """One row each: what it is, and what needs no clock: exactness and peak bytes, or torch's
     words when it refuses."""
-    rows: list[dict[str, Any]] = [
-        {"schedule": "plain", "ranks": 1, "micro_batches": m, "peak": plain.peak(worlds[1], m)}
-        for m in (1, *MICRO_BATCHES)
-    ]
-    for size, ranks in worlds.items():
-        for m in MICRO_BATCHES:
-            for name, schedule in peer.PEERS.items() if size > 1 else ():
-                cut = balance.cut(seconds, schedule.owners(size), m)
-                row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
-                refused = peer.refusal(name, ranks, m, cut)
-                if refused:
-                    row["refused"] = refused
-                else:
-                    row["error"] = peer.error(name, ranks, m, cut)
-                    row["peak"] = peer.peak(name, ranks, m, cut)
-                rows.append(row)
-            for name in ours.OURS:
-                if (size == 1) != (name == "gems one rank"):
-                    continue
-                cut = ours.balanced(name, seconds, size, m)
-                row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
-                row["error"] = ours.error(name, ranks, m, cut)
-                row["peak"] = ours.peak(name, ranks, m, cut)
-                rows.append(row)
+    size = ranks.size
+    rows = []
+    for name, schedule in peer.PEERS.items():
+        cut = balance.cut(seconds, schedule.owners(size), m)
+        row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
+        if refused := peer.refusal(name, ranks, m, cut):
+            row["refused"] = refused
+        else:
+            row["error"] = peer.error(name, ranks, m, cut)
+            row["peak"] = peer.peak(name, ranks, m, cut)
+        rows.append(row)
+    for name in ours.OURS:
+        if name != ALONE:
+            rows.append(_ours(name, ranks, m, ours.balanced(name, seconds, size, m)))
     return rows
+
+
+def _ours(name: str, ranks: Ranks, m: int, cut: tuple[int, ...]) -> dict[str, Any]:
+    return {
+        "schedule": name,
+        "ranks": ranks.size,
+        "micro_batches": m,
+        "balance": cut,
+        "error": ours.error(name, ranks, m, cut),
+        "peak": ours.peak(name, ranks, m, cut),
+    }
 
 
 def take_turn(row: dict[str, Any], ranks: Ranks) -> None:
@@ -74,7 +74,10 @@ def take_turn(row: dict[str, Any], ranks: Ranks) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Medians; `x` is how much faster than plain over the same micro-batches in the same turn."""
-    base = {r["micro_batches"]: r for r in rows if r["schedule"] == "plain"}
+    base: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in rows:
+        if row["schedule"] == "plain":
+            base[row["block"], row["micro_batches"]] = row
     lines = [
         "| schedule | ranks | m | wall s | x | virtual s | x | busy | peak MB | sums | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -87,7 +90,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [name, str(size), str(m)]
         for series in ("wall", "virtual"):
             if series in row:
-                pairs = zip(base[m][series], row[series], strict=True)
+                pairs = zip(base[row["block"], m][series], row[series], strict=True)
                 cells += [f"{median(row[series]):.3f}", f"{median(a / b for a, b in pairs):.2f}"]
             else:
                 cells += ["", ""]
@@ -99,22 +102,38 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def block(size: int, m: int, seconds: tuple[float, ...], repeats: int) -> list[dict[str, Any]]:
+    """All contestants over so many ranks and micro-batches, in processes of their own, in turn."""
+    with Ranks(1) as one, Ranks(size) as ranks:
+        whole = (len(seconds),)
+        rows = [
+            {"schedule": "plain", "ranks": 1, "micro_batches": m, "peak": plain.peak(one, m)},
+            _ours(ALONE, one, m, whole),
+            *contestants(ranks, m, seconds),
+        ]
+        for row in rows:
+            row["block"] = size
+        for _ in range(repeats):
+            for row in rows:
+                if "refused" not in row:
+                    take_turn(row, one if row["ranks"] == 1 else ranks)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9, help="turns each contestant takes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8], help="of a step")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
-    with ExitStack() as stack:
-        worlds = {n: stack.enter_context(Ranks(n)) for n in sorted({1, *args.ranks})}
-        seconds = balance.child_seconds(worlds[1])
-        rows = contestants(worlds, seconds)
-        for turn in range(args.repeats):
-            print(f"turn {turn + 1} of {args.repeats}", flush=True)
-            for row in rows:
-                if "refused" not in row:
-                    take_turn(row, worlds[row["ranks"]])
-    print(table(rows), flush=True)
+    rows: list[dict[str, Any]] = []
+    with Ranks(1) as one:
+        seconds = balance.child_seconds(one)
+    for size in args.ranks:
+        for m in args.micro_batches:
+            rows += block(size, m, seconds, args.repeats)
+            print(table(rows), flush=True)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
