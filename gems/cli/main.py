@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         return given.run(given)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (GemsError, OSError) as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print(f"gems {given.command}: {error}{notes}", file=sys.stderr)

@@ -126,7 +126,7 @@ def _data(given: argparse.Namespace) -> Any:
         return Pictures(given.image_size, given.num_classes)
     from gems.data.synthetic import Synthetic
 
-    return Synthetic((3, given.image_size, given.image_size), given.num_classes)
+    return Synthetic(given.image_size, given.num_classes)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gems.plan import Plan
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
+from gems.schedule.papers import sequential
 
 
 def lower(schedule: Schedule, plan: Plan) -> Schedule:
@@ -138,9 +139,6 @@ def _use(action: Action) -> tuple[int, int, bool]:
 
 def forward_only(plan: Plan) -> Schedule:
     """Forward of every micro-batch, for prediction: each rank in the order of samples."""
-    rows: list[list[Action]] = [[] for _ in range(plan.world)]
-    for i in range(plan.total):
-        replica = plan.replica_of(i)
-        for stage in range(plan.depth):
-            rows[plan.rank_of(stage, replica)].append(Action(Kind.FORWARD, stage, i, replica))
-    return communicate(Schedule(tuple(map(tuple, rows))), plan)
+    order = sequential.order(plan.one_copy())
+    forward = (tuple(a for a in row if a.kind is Kind.FORWARD) for row in order.ranks)
+    return communicate(copies(Schedule(tuple(forward)), plan), plan)

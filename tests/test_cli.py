@@ -1,0 +1,123 @@
+"""The command line: what each subcommand prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from gems.cli.main import main
+from gems.files import from_json
+from gems.graph import Graph
+from gems.plan import Plan
+from gems.schedule.core import parse
+from gems.timeline import Timeline
+
+SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--image-size", "16"]
+
+
+def test_the_table_of_the_readme_is_what_gems_draw_says(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    rows = re.findall(r"^\| `(--[^`]*)`[^|]*\| (\d+) \| ", readme, re.MULTILINE)
+    assert len(rows) == 7
+    for options, step in rows:
+        assert main(["draw", "--stages", "4", *options.split()]) == 0
+        assert f"step {step} units" in capsys.readouterr().out
+
+
+def test_draw_prints_a_schedule_that_parses_back_and_writes_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "gems.svg"
+    order = ["draw", "--stages", "2", "--times", "1", "--actions", "--svg", str(picture)]
+    assert main(order) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if re.match(r"\d+: ", line)]
+    file = tmp_path / "order.txt"
+    file.write_text("\n".join(rows))
+    assert len(parse(file.read_text()).ranks) == 2
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert main(["check", "--stages", "2", "--times", "1", str(file)]) == 0
+    assert main(["draw", "--stages", "2", "--times", "1", str(file)]) == 0
+
+
+def test_check_reports_every_fault_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "order.txt"
+    file.write_text("0: 0F0 0B0\n1: 1F0\n")
+    assert main(["check", "--stages", "2", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert "the gradient of stage 1, micro-batch 0 is computed 0 times" in said
+    assert "the weight of stage 1, micro-batch 0 is computed 0 times" in said
+
+
+def test_trace_lists_blocks_and_writes_the_graph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *SMALL, "--out", str(tmp_path / "graph.json")]) == 0
+    graph = from_json(Graph, (tmp_path / "graph.json").read_text())
+    printed = capsys.readouterr().out
+    assert f"{len(graph.blocks)} blocks in {len(graph.layers)} layers" in printed
+    assert all(block.name in printed for block in graph.blocks)
+
+
+def test_plan_writes_a_plan_that_train_and_simulate_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "plan.json")
+    assert main(["plan", *SMALL, "--stages", "2", "--times", "2", "--out", file]) == 0
+    plan = from_json(Plan, Path(file).read_text())
+    assert plan.depth == 2 and plan.micro_batches == 4 and plan.edges == ((0, 1),)
+    assert main(["simulate", "--plan", file, "--out", str(tmp_path / "t.json")]) == 0
+    assert from_json(Timeline, (tmp_path / "t.json").read_text()).seconds == 21
+    assert main(["draw", str(tmp_path / "t.json")]) == 0
+    assert main(["plan", *SMALL, "--auto", "4", "--machine", "v100"]) == 0
+    assert "fastest that fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["plan", *SMALL, "--stages", "2", "--balance", "1,1"], "sums to 2, but the model has"),
+        (["plan", "--model", "nothing"], "there is no model 'nothing'; choose one of"),
+        (["plan", "--model", "unet", "--num-layers", "3"], "--num-layers means nothing to unet"),
+        (["plan", *SMALL, "--auto", "2", "--memory", "1kB"], "no plan for 2 ranks fits"),
+        (["train", "--batch-size", "3", "--parts", "2"], "not a multiple of --parts 2"),
+        (["draw", "--stages", "2", "--balance", "a"], "neither time, memory nor numbers"),
+        (["draw", "missing.json"], "missing.json"),
+    ],
+)
+def test_what_is_wrong_is_said_on_one_line_with_exit_code_1(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_train_starts_its_ranks_and_leaves_plan_timeline_and_picture(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gems", "train", *SMALL, "--app", "synthetic", "--steps", "3"]
+    command += ["--stages", "2", "--times", "1", "--batch-size", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"3 steps: loss [\d.]+ -> [\d.]+, [\d.]+ images/s", done.stdout)
+    assert "stashes" in done.stdout
+    timeline = from_json(Timeline, (tmp_path / "timeline.json").read_text())
+    assert timeline.ranks == 2 and timeline.stashes == (1, 1)
+    assert all(peak.total > peak.stash > 0 for peak in timeline.peaks)
+    assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "gems"
+    assert ET.parse(tmp_path / "schedule.svg").getroot().tag.endswith("svg")
+
+
+def test_train_fails_when_a_rank_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gems", "train", *SMALL, "--app", "synthetic", "--stages", "2"]
+    command += ["--balance", "1,1", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.count("sums to 2, but the model has") == 2, "on every rank"
+    assert not list(tmp_path.iterdir())
