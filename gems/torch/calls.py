@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,3 +90,15 @@ class Record:
                 reached.update(call.reads, (old for old, _ in call.mutates))
                 weights.update(call.attrs)
         return weights
+
+
+def tensors_in(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The tensors of a call's result, with the keys that lead to each."""
+    if isinstance(result, torch.Tensor):
+        yield path, result
+    elif isinstance(result, dict):
+        for key, item in result.items():
+            yield from tensors_in(item, (*path, key))
+    elif isinstance(result, (tuple, list)):
+        for key, item in enumerate(result):
+            yield from tensors_in(item, (*path, key))

@@ -23,7 +23,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from gems.errors import TraceError
 from gems.graph import Value
-from gems.torch.calls import Attr, Call, Record, Ref
+from gems.torch.calls import Attr, Call, Record, Ref, tensors_in
 from gems.torch.fakes import FakeWeights
 from gems.torch.meter import CallMeter, storage_of
 from gems.torch.norms import tracked
@@ -261,7 +261,7 @@ class _Recorder(TorchFunctionMode):
             before = [t._version for t in watched]
             result = self._metered(path, func, run)
             changed = [t for t, v in zip(watched, before, strict=True) if t._version != v]
-            made = list(_tensors_in(result))
+            made = list(tensors_in(result))
             # Otherwise it gave a shape, a dtype, a flag: Python has that.
             if made or changed or self.meter.written:
                 self._add(path, func, args, kwargs, tensors, changed, made)
@@ -470,18 +470,6 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     if not x.is_floating_point():
         return torch.zeros(x.shape, dtype=x.dtype)
     return torch.randn(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad)
-
-
-def _tensors_in(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The tensors of a call's result, with the keys that lead to each."""
-    if isinstance(result, torch.Tensor):
-        yield path, result
-    elif isinstance(result, dict):
-        for key, item in result.items():
-            yield from _tensors_in(item, (*path, key))
-    elif isinstance(result, (tuple, list)):
-        for key, item in enumerate(result):
-            yield from _tensors_in(item, (*path, key))
 
 
 def _name_of(func: Any) -> str:
