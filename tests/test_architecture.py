@@ -184,6 +184,12 @@ def test_import_gems_loads_no_framework():
     assert not modules_after("gems") & FRAMEWORKS
 
 
+def test_the_pure_rooms_load_nothing_of_the_web():
+    """An escape function of xml.sax once brought urllib, http and ssl: a third of the import."""
+    rooms = ("gems.planner.search", "gems.schedule.build", "gems.draw.svg", "gems.files")
+    assert not modules_after(*rooms) & {"ssl", "http.client", "urllib.request", "email"}
+
+
 def test_the_pure_rooms_and_the_command_line_load_no_framework():
     names = [module(path) for path in FILES if path.name != "__main__.py"]
     light = [".".join(name) for name in names if room(name) in LIGHT]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xml.sax.saxutils import escape, quoteattr
+from html import escape
 
 INK, SOFT, GRID, FLOOR = "#1f2933", "#616e7c", "#e4e7eb", "#f5f7fa"
 
@@ -69,7 +69,7 @@ def page(width: float, height: float, title: str, body: list[str]) -> str:
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
-            f'width="{_n(width)}" height="{_n(height)}" role="img" aria-label={quoteattr(title)} '
+            f'width="{_n(width)}" height="{_n(height)}" role="img" aria-label="{escape(title)}" '
             'font-family="Inter, Segoe UI, Helvetica, Arial, sans-serif">',
             rect(0, 0, width, height, "#ffffff"),
             *body,
