@@ -7,7 +7,7 @@ of the micro-batch; settling the ledger computes the weight gradients and adds t
 Convolutions and linear layers are deferred. Normalisation is not: its weight gradients are sums
 that its input gradient needs anyway, or next to nothing beside a convolution's, and putting them
 off would keep two more activations per layer until W. (Deferring GroupNorm in the network of
-benchmarks/pipeline took 44.5 MB per rank instead of 33.8, and no less time.) Nor is what carries
+benchmarks/pipeline took 44.5 MB per rank instead of 35, and no less time.) Nor is what carries
 hooks or parametrisations: such modules run as they are, and their weight gradients come with I.
 """
 
