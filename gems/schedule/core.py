@@ -32,9 +32,6 @@ class Kind(str, Enum):
     REDUCE = "R"
 
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-
-
 class Fact(NamedTuple):
     """Something that holds once an action is done: `output`, `gradient` or `weight` of a stage."""
 

@@ -40,7 +40,6 @@ class Cut:
     """The model cut into the plan's stages, for one input signature."""
 
     trace: Trace
-    stage_of: list[int]
     crossing: dict[tuple[int, int], tuple[str, ...]]
     blocks: list[list[int]]
     programs: dict[int, Program] = field(default_factory=dict)
@@ -184,7 +183,7 @@ class TorchAdapter:
         blocks = [
             [i for i, s in enumerate(stage_of) if s == stage] for stage in range(self.plan.depth)
         ]
-        return Cut(traced, stage_of, crossing, blocks)
+        return Cut(traced, crossing, blocks)
 
     def program(self, cut: Cut, stage: int) -> Program:
         if stage not in cut.programs:

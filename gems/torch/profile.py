@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from gems.costs import Cost, Costs
 from gems.estimate import estimate
 from gems.machine import machine
-from gems.torch.calls import Attr, Call, Record, Ref
+from gems.torch.calls import Attr, Call, Record, Ref, is_place
 from gems.torch.trace import Trace
 
 REPEATS = 3
@@ -50,12 +50,8 @@ def _signature(call: Call, record: Record, model: nn.Module) -> str:
         return (x.name and "weight") if isinstance(x, Attr) else x
 
     what = repr(model.get_submodule(call.module)) if call.module else repr(call.function)
-    parts = pytree.tree_map(spell, (call.args, call.kwargs), is_leaf=_is_place)
+    parts = pytree.tree_map(spell, (call.args, call.kwargs), is_leaf=is_place)
     return f"{what} {parts!r} {[record.values[n].shape for n in call.writes]}"
-
-
-def _is_place(x: Any) -> bool:
-    return isinstance(x, (Ref, Attr))
 
 
 def _time(
@@ -85,7 +81,7 @@ def _time(
 
     forward = backward = float("inf")
     for _ in range(REPEATS):
-        args, kwargs = pytree.tree_map(noise, (call.args, call.kwargs), is_leaf=_is_place)
+        args, kwargs = pytree.tree_map(noise, (call.args, call.kwargs), is_leaf=is_place)
         args = pytree.tree_map(_writable, args)
         start = _now(device)
         with torch.set_grad_enabled(call.grad):

@@ -163,10 +163,11 @@ class Trainer:
         self.plan = plan = assign(plan, traced.graph, blocks)
         self.costs = of_stages(blocks, traced.graph, stage_of).over(self.machine.link)
         if schedule is None:
-            schedule = lowered(plan, self.costs, self._stash_limit())
-        elif not any(action.way for _, action in schedule):
-            schedule = lower(require(schedule, plan.one_copy()), plan)
-        self.schedule = require(schedule, plan)
+            self.schedule = lowered(plan, self.costs, self._stash_limit())
+        elif any(action.way for _, action in schedule):
+            self.schedule = require(schedule, plan)
+        else:
+            self.schedule = require(lower(require(schedule, plan.one_copy()), plan), plan)
         self.owned = ownership(traced.graph, stage_of, plan)
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
