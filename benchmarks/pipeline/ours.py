@@ -36,6 +36,9 @@ class Ours:
             options["ranks"] = ranks
         if options.get("bidirectional"):
             options["stashes"] = ranks  # as many as a straight pipeline's first rank keeps
+        if len(cut) == 1:  # every rank a copy
+            options["data"] = ranks
+            micro_batches //= ranks
         return Plan(stages=len(cut), micro_batches=micro_batches, balance=cut, **options)
 
 
@@ -45,6 +48,7 @@ def alone(ranks: int) -> tuple[int, ...]:
 
 OURS = {
     "gems one rank": Ours(alone, {"schedule": "sequential"}),
+    "gems copies": Ours(alone, {"schedule": "sequential"}),
     "gems gpipe": Ours(straight, {"schedule": "gpipe"}),
     "gems 1f1b": Ours(straight, {"schedule": "1f1b"}),
     "gems interleaved": Ours(looped, {"schedule": "interleaved"}),

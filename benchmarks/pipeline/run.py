@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.pipeline import balance, ours, peer, plain
+from benchmarks.pipeline import balance, copies, ours, peer, plain
 from benchmarks.pipeline.ranks import Ranks
 
 ALONE = "gems one rank"
@@ -30,6 +30,11 @@ def contestants(ranks: Ranks, m: int, seconds: tuple[float, ...]) -> list[dict[s
     words when it refuses."""
     size = ranks.size
     rows = []
+    for name in copies.COPIES if m >= size else ():
+        row = {"schedule": name, "ranks": size, "micro_batches": m}
+        if name == "ddp":  # the other sums nothing, so it has no batch to be compared on
+            row["error"] = copies.error(ranks, m)
+        rows.append(row | {"peak": copies.peak(name, ranks, m)})
     for name, schedule in peer.PEERS.items():
         cut = balance.cut(seconds, schedule.owners(size), m)
         row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
@@ -40,7 +45,7 @@ def contestants(ranks: Ranks, m: int, seconds: tuple[float, ...]) -> list[dict[s
             row["peak"] = peer.peak(name, ranks, m, cut)
         rows.append(row)
     for name in ours.OURS:
-        if name != ALONE:
+        if name != ALONE and (name != "gems copies" or m >= size):
             rows.append(_ours(name, ranks, m, ours.balanced(name, seconds, size, m)))
     return rows
 
@@ -61,6 +66,8 @@ def take_turn(row: dict[str, Any], ranks: Ranks) -> None:
     m = row["micro_batches"]
     if row["schedule"] == "plain":
         seen = plain.measure(ranks, m, 1)
+    elif row["schedule"] in copies.COPIES:
+        seen = copies.measure(row["schedule"], ranks, m, 1)
     elif row["schedule"] in ours.OURS:
         seen = ours.measure(row["schedule"], ranks, m, 1, row["balance"])
     else:
