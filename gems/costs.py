@@ -35,6 +35,11 @@ class Cost:
     def seconds(self) -> float:
         return self.f + self.i + self.w
 
+    def shared(self, ranks: int) -> Cost:
+        """What each of so many ranks pays that share the work; all of them have the weights."""
+        parts = {name: getattr(self, name) / ranks for name in ("f", "i", "w", "stash")}
+        return replace(self, **parts) if ranks > 1 else self
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -60,6 +65,18 @@ class Costs:
     def over(self, link: Link) -> Costs:
         """The same, with messages over this link."""
         return replace(self, latency=link.latency, per_byte=1 / link.bandwidth)
+
+    def shared(self, sizes: Sequence[int]) -> Costs:
+        """What each rank pays, and each link carries, if `sizes[s]` ranks run stage s together.
+
+        Work and stash are divided, weights are not: every rank of a team holds them all. A message
+        goes in as many parts, over links of their own, as the larger of its two teams has ranks.
+        """
+        items = tuple(cost.shared(n) for cost, n in zip(self.items, sizes, strict=True))
+        messages = tuple(
+            (a, b, -(-size // max(sizes[a], sizes[b]))) for a, b, size in self.messages
+        )
+        return replace(self, items=items, messages=messages)
 
     def __getitem__(self, index: int) -> Cost:
         return self.items[index]

@@ -6,6 +6,11 @@ blocks each stage has needs the model, and `planner.assign` fills it in.
     Plan(stages=4, schedule="gems", replications=2)       ranks   0    1    2    3
                                               replica 0 stages    0    1    2    3
                                               replica 1 stages    3    2    1    0
+
+A stage may be cut over a team of ranks, which run all its actions together:
+
+    Plan(stages=3, spatial=[(2, 2), (1, 2)])              ranks   0  1  2  3   4  5   6
+                                                          stages  0, 2x2 tiles 1 1x2  2
 """
 
 from __future__ import annotations
@@ -13,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from gems.errors import PlanError, faults
+from gems.grid import Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "auto")
 BIDIRECTIONAL = ("gems", "gems-zb")
@@ -32,12 +39,17 @@ class Plan:
     replications   pairs of micro-batches of a bidirectional plan: 2 x replications of them
     data           copies of the whole pipeline on other ranks
     ranks          per copy; fewer than stages when a rank has several
-    placement      `straight` (stage s on rank s mod ranks), `fold` (there and back again),
-                   or the rank of every stage, written out
+    placement      `straight` (stage s on rank s mod ranks; teams one after the other), `fold`
+                   (there and back again), or the rank or ranks of every stage, written out
     bidirectional  a second replica over the same ranks in reverse; on for the gems schedules
     balance        what to even out, `time` or `memory`, or the number of layers of each stage
     stashes        how many micro-batches a rank may keep for backward (schedule `auto`)
     edges          which stage sends to which; filled in from the model, a chain until then
+    spatial        the tiles that each of the first stages is cut into, one rank per tile: (2, 2),
+                   "2x2", "vertical:4"; a list of them for more than one stage
+    local_dp       slices of the micro-batch, one rank each, on the stages that are not spatial
+    halo           `d1`: edges of tiles are exchanged before each layer; `d2`: before several
+    fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
     """
 
     stages: int | tuple[tuple[str, ...], ...] = 1
@@ -46,22 +58,27 @@ class Plan:
     replications: int = 0
     data: int = 1
     ranks: int = 0
-    placement: str | tuple[int, ...] = "straight"
+    placement: str | tuple[int | tuple[int, ...], ...] = "straight"
     bidirectional: bool | None = None
     balance: str | tuple[int, ...] = "time"
     stashes: int = 0
     edges: tuple[tuple[int, int], ...] | None = None
+    spatial: Spatial = ()
+    local_dp: int = 1
+    halo: str = "d1"
+    fused_layers: int = 0
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         if not isinstance(self.stages, int):
             put("stages", tuple((s,) if isinstance(s, str) else tuple(s) for s in self.stages))
         if not isinstance(self.placement, str):
-            put("placement", tuple(self.placement))
+            put("placement", tuple(_team(team) for team in self.placement))
         if not isinstance(self.balance, str):
             put("balance", tuple(self.balance))
         if self.edges is not None:
             put("edges", tuple(tuple(edge) for edge in self.edges))
+        put("spatial", tiles_of(self.spatial))
         if self.bidirectional is None:
             put("bidirectional", self.schedule in BIDIRECTIONAL)
         if not self.ranks:
@@ -73,7 +90,9 @@ class Plan:
 
     def _default_ranks(self) -> int:
         if not isinstance(self.placement, str):
-            return max(self.placement, default=0) + 1
+            return max((rank for team in self._row() for rank in team), default=0) + 1
+        if self.cut:
+            return sum(self.sizes)
         return (self.depth + 1) // 2 if self.placement == "fold" else self.depth
 
     def _faults(self) -> Iterable[str]:
@@ -96,6 +115,9 @@ class Plan:
             yield f"stashes is {self.stashes}; give 1 or more, or leave it out"
         if self.stashes > 0 and self.schedule != "auto":
             yield f"stashes={self.stashes} is for 'auto', not {self.schedule!r}; leave it out"
+        tiles = tiles_of(self.spatial)
+        yield from tile_faults(tiles, self.depth, self.local_dp)
+        yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
         yield from self._placement_faults()
         yield from self._balance_faults()
         for a, b in self.edges or ():
@@ -104,28 +126,49 @@ class Plan:
 
     def _placement_faults(self) -> Iterable[str]:
         if isinstance(self.placement, str):
-            if self.placement not in PLACEMENTS:
-                yield (
-                    f"placement {self.placement!r} is unknown; choose one of "
-                    f"{', '.join(PLACEMENTS)} or write out the rank of every stage"
-                )
-            elif self.placement == "fold" and self.ranks != (self.depth + 1) // 2:
-                yield (
-                    f"a fold of {self.depth} stages takes {(self.depth + 1) // 2} ranks, "
-                    f"not {self.ranks}; leave ranks out or write out the placement"
-                )
-            if self.ranks > self.depth:
-                yield (
-                    f"{self.ranks} ranks for {self.depth} stages leave ranks without work; "
-                    "use more stages, fewer ranks, or data-parallel copies"
-                )
-        elif len(self.placement) != self.depth:
-            count = len(self.placement)
-            yield f"placement names {count} ranks for {self.depth} stages; give one each"
-        elif set(self.placement) != set(range(self.ranks)):
+            yield from self._name_faults()
+            return
+        row = self._row()
+        if len(row) != self.depth:
+            yield f"placement names {len(row)} ranks for {self.depth} stages; give one each"
+            return
+        yield from team_faults(row, self.grids)
+        if {rank for team in row for rank in team} != set(range(self.ranks)):
             yield (
                 f"placement {self.placement} must use every rank from 0 to {self.ranks - 1} "
                 "and no other"
+            )
+
+    def _name_faults(self) -> Iterable[str]:
+        """Of a placement that is not written out."""
+        if self.placement not in PLACEMENTS:
+            yield (
+                f"placement {self.placement!r} is unknown; choose one of "
+                f"{', '.join(PLACEMENTS)} or write out the rank of every stage"
+            )
+        if self.cut:
+            yield from self._straight_faults()
+            return
+        if self.placement == "fold" and self.ranks != (self.depth + 1) // 2:
+            yield (
+                f"a fold of {self.depth} stages takes {(self.depth + 1) // 2} ranks, "
+                f"not {self.ranks}; leave ranks out or write out the placement"
+            )
+        if self.ranks > self.depth:
+            yield (
+                f"{self.ranks} ranks for {self.depth} stages leave ranks without work; "
+                "use more stages, fewer ranks, or data-parallel copies"
+            )
+
+    def _straight_faults(self) -> Iterable[str]:
+        """Of a placement of teams, which can only be straight."""
+        if self.placement == "fold":
+            yield "stages that are cut over ranks cannot be folded; write out the placement"
+        elif self.ranks != sum(self.sizes):
+            yield (
+                f"stages cut over {', '.join(map(str, self.sizes))} ranks take {sum(self.sizes)}, "
+                f"one after the other, not {self.ranks}; leave ranks out, or write out the "
+                "placement to lay one stage over another"
             )
 
     def _balance_faults(self) -> Iterable[str]:
@@ -170,51 +213,90 @@ class Plan:
         """Whether backward runs as input gradient (I) and weight gradient (W)."""
         return self.schedule in SPLIT
 
+    # --- how stages are cut ----------------------------------------------------------------
+
+    @cached_property
+    def grids(self) -> tuple[Grid, ...]:
+        """How each stage is cut: the spatial ones into tiles, the others into slices."""
+        spatial = tuple(Grid(tiles=tiles) for tiles in tiles_of(self.spatial))
+        return spatial + (Grid(self.local_dp),) * (self.depth - len(spatial))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many ranks run each stage together."""
+        return tuple(grid.size for grid in self.grids)
+
+    @property
+    def cut(self) -> bool:
+        """Whether any stage takes more than one rank."""
+        return any(size > 1 for size in self.sizes)
+
     # --- who has what ----------------------------------------------------------------------
 
     @cached_property
-    def places(self) -> tuple[tuple[int, ...], ...]:
-        """The rank of each stage, for each replica."""
+    def teams(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each replica and stage the ranks that run it, in row-major order of its grid.
+
+        A second direction lies over the first in reverse, so that the many ranks of its spatial
+        stages are those of the other's last stages.
+        """
         rows = []
-        for copy in range(self.data):
-            row = self._row()
-            rows.append(tuple(copy * self.ranks + rank for rank in row))
+        for first in range(0, self.world, self.ranks):
+            row, last = self._row(), first + self.ranks - 1
+            rows.append(tuple(tuple(first + rank for rank in team) for team in row))
             if self.bidirectional:
-                rows.append(tuple(copy * self.ranks + self.ranks - 1 - rank for rank in row))
+                rows.append(tuple(tuple(last - rank for rank in team) for team in row))
         return tuple(rows)
 
-    def _row(self) -> tuple[int, ...]:
-        """The rank of each stage in the first replica of the first copy."""
+    def _row(self) -> tuple[tuple[int, ...], ...]:
+        """The team of each stage in the first replica of the first copy."""
         if not isinstance(self.placement, str):
-            return self.placement
+            return tuple((team,) if isinstance(team, int) else team for team in self.placement)
         if self.placement == "fold":
-            return tuple(min(s, self.depth - 1 - s) for s in range(self.depth))
-        return tuple(s % self.ranks for s in range(self.depth))
+            return tuple((min(s, self.depth - 1 - s),) for s in range(self.depth))
+        if self.cut:
+            starts = accumulate(self.sizes, initial=0)
+            return tuple(tuple(range(a, b)) for a, b in pairwise(starts))
+        return tuple((s % self.ranks,) for s in range(self.depth))
+
+    def team_of(self, stage: int, replica: int) -> tuple[int, ...]:
+        return self.teams[replica][stage]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The first of the ranks that have each stage, for each replica; the only one if uncut."""
+        return tuple(tuple(team[0] for team in row) for row in self.teams)
 
     def rank_of(self, stage: int, replica: int) -> int:
+        """The first of the ranks that have this stage."""
         return self.places[replica][stage]
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the ranks that have its weights, hence sum its gradients."""
-        return tuple(tuple(sorted({row[s] for row in self.places})) for s in range(self.depth))
+        teams = zip(*self.teams, strict=True)
+        return tuple(tuple(sorted({r for team in stage for r in team})) for stage in teams)
 
     @cached_property
     def stages_on(self) -> tuple[tuple[int, ...], ...]:
         """For each rank the stages whose weights it has, each once."""
-        found = [set() for _ in range(self.world)]
-        for row in self.places:
-            for stage, rank in enumerate(row):
-                found[rank].add(stage)
-        return tuple(tuple(sorted(stages)) for stages in found)
+        found = [[] for _ in range(self.world)]
+        for stage, ranks in enumerate(self.holders):
+            for rank in ranks:
+                found[rank].append(stage)
+        return tuple(map(tuple, found))
 
     def replica_of(self, micro_batch: int) -> int:
         """Samples go to copies in order, and to the two directions in turn."""
         copy, within = divmod(micro_batch, self.micro_batches)
         return copy * self.directions + within % self.directions
 
+    def team_for(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+        """The ranks that run this stage for this micro-batch, together."""
+        return self.teams[self.replica_of(micro_batch)][stage]
+
     def rank_for(self, stage: int, micro_batch: int) -> int:
-        """The rank that runs this stage for this micro-batch."""
+        """The first of the ranks that run this stage for this micro-batch."""
         return self.rank_of(stage, self.replica_of(micro_batch))
 
     # --- which stage feeds which ------------------------------------------------------------
@@ -239,3 +321,16 @@ class Plan:
     def one_copy(self) -> Plan:
         """This plan without its data-parallel copies."""
         return replace(self, data=1)
+
+    def lanes(self) -> Plan:
+        """One copy with every stage whole and on a lane of its own: what orders are made for."""
+        whole = {"spatial": (), "local_dp": 1, "halo": "d1", "fused_layers": 0}
+        return replace(self, data=1, ranks=self.depth, placement="straight", **whole)
+
+
+def _team(written: int | Iterable[int]) -> int | tuple[int, ...]:
+    """The ranks of one stage as a placement writes them; a single one without brackets."""
+    if isinstance(written, int):
+        return written
+    team = tuple(written)
+    return team[0] if len(team) == 1 else team

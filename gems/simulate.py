@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from gems.costs import Costs
@@ -50,33 +51,56 @@ def lay_out(
     travel: Callable[[Message], float],
     clock: str,
 ) -> Timeline:
-    """Earliest start of every action in the given order; messages of one link queue up."""
-    free = [0.0] * len(schedule.ranks)
-    link_free: dict[tuple[int, int], float] = {}
-    known: dict[Fact, float] = {}
-    arrived: dict[Message, float] = {}
+    """Earliest start of every action in the given order; messages of one link queue up.
+
+    A team begins together, when all its ranks are free and have what they need.
+    """
+    times = _Times(plan, travel)
     events = []
-
-    def when(action: Action, fact: Fact) -> float:
-        """A fact of another rank holds when its message to this very stage is there, if any is."""
-        message = Message(fact.what, fact.stage, action.stage, fact.micro_batch)
-        return arrived.get(message, known.get(fact, 0.0))
-
     run = Run(schedule, plan)
-    for rank, action in run:
-        start = max((free[rank], *(when(action, fact) for fact in needs(action, plan))))
-        stop = start + seconds(rank, action)
-        free[rank] = stop
-        for fact in gives(action):
-            known[fact] = stop
-        if action.way == ">":
-            message = action.message
-            other = plan.rank_for(action.peer, action.micro_batch)
-            begin = max(stop, link_free.get((rank, other), 0.0))
-            arrived[message] = link_free[rank, other] = begin + travel(message)
-        if stop > start or action.kind is Kind.REDUCE:
-            events.append(Event(rank, str(action), start, stop, stop - start))
+    for team, action in run.turns():
+        start = max(times.ready(rank, action) for rank in team)
+        for rank in team:
+            stop = start + seconds(rank, action)
+            times.done(rank, action, stop)
+            if stop > start or action.kind is Kind.REDUCE:
+                events.append(Event(rank, str(action), start, stop, stop - start))
     if stuck := run.stuck():
         rank, step, action, _ = stuck[0]
         raise ScheduleError(f"rank {rank}, step {step}: {action} can never run; check() says why")
     return Timeline(tuple(events), clock)
+
+
+class _Times:
+    """When ranks and links are free, and since when each rank knows what."""
+
+    def __init__(self, plan: Plan, travel: Callable[[Message], float]) -> None:
+        self.plan, self.travel = plan, travel
+        self.free: dict[int, float] = defaultdict(float)
+        self.link_free: dict[tuple[int, int], float] = defaultdict(float)
+        self.known: dict[tuple[int, Fact], float] = {}
+        self.arrived: dict[tuple[tuple[int, int], Message], float] = {}
+
+    def ready(self, rank: int, action: Action) -> float:
+        """When a rank is free and has all that an action needs."""
+        arrivals = (self._arrival(rank, action, fact) for fact in needs(action, self.plan))
+        return max((self.free[rank], *arrivals))
+
+    def _arrival(self, rank: int, action: Action, fact: Fact) -> float:
+        """A part of another rank holds when its message to this very stage is there, if any is."""
+        if fact.stage == action.stage:
+            return self.known[rank, fact]
+        message = Message(fact.what, fact.stage, action.stage, fact.micro_batch)
+        team = self.plan.team_for(fact.stage, fact.micro_batch)
+        return max(self.arrived.get(((r, rank), message), self.known[r, fact]) for r in team)
+
+    def done(self, rank: int, action: Action, stop: float) -> None:
+        self.free[rank] = stop
+        for fact in gives(action):
+            self.known[rank, fact] = stop
+        if action.way == ">":
+            message = action.message
+            others = (r for r in self.plan.team_for(action.peer, action.micro_batch) if r != rank)
+            for link in ((rank, other) for other in others):
+                self.link_free[link] = max(stop, self.link_free[link]) + self.travel(message)
+                self.arrived[link, message] = self.link_free[link]

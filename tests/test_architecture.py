@@ -27,8 +27,8 @@ TOWER = (
     ("timeline",),
     ("schedule",),
     ("plan", "costs"),
-    ("graph",),
-    ("geometry", "machine", "files"),
+    ("graph", "layout"),
+    ("geometry", "grid", "windows", "machine", "files"),
     ("errors", "version"),
 )
 LEVEL = {room: level for level, rooms in enumerate(TOWER) for room in rooms}
@@ -39,8 +39,9 @@ VISITORS = {"__main__", "cli", DOOR}
 
 # These load no framework. The command line shows its help without one, too.
 PURE = {
-    *("errors", "version", "files", "geometry", "machine", "graph", "costs", "plan", "schedule"),
-    *("timeline", "estimate", "simulate", "draw", "planner"),
+    *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
+    *("costs", "plan"),
+    *("schedule", "timeline", "estimate", "simulate", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}

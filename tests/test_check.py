@@ -16,6 +16,7 @@ from gems.simulate import simulate
 
 CHAIN = Plan(stages=2, micro_batches=2, schedule="1f1b")
 GEMS = Plan(stages=2, schedule="gems", replications=1)
+TEAMS = Plan(stages=2, spatial="1x2", micro_batches=2, schedule="1f1b")  # ranks 0 and 1, then 2
 
 
 def edited(schedule: Schedule, *changes: tuple[str, str]) -> Schedule:
@@ -28,7 +29,7 @@ def edited(schedule: Schedule, *changes: tuple[str, str]) -> Schedule:
 
 
 def test_a_sound_schedule_has_no_faults() -> None:
-    for plan in (CHAIN, GEMS):
+    for plan in (CHAIN, GEMS, TEAMS):
         assert check(build(plan), plan) == []
         assert check(lowered(plan), plan) == []
         assert require(build(plan), plan) == build(plan)
@@ -158,6 +159,97 @@ def test_all_faults_are_reported_at_once() -> None:
     ]
 
 
+# --- teams --------------------------------------------------------------------------------------
+
+
+def row(schedule: Schedule, rank: int, *changes: tuple[str, str]) -> Schedule:
+    """The schedule with pieces of one rank's text replaced."""
+    own = edited(Schedule((schedule.ranks[rank],)), *changes)
+    return with_row(schedule, rank, own.ranks[0])
+
+
+def test_work_that_one_rank_of_a_team_leaves_out_is_named() -> None:
+    assert check(row(build(TEAMS), 1, (" 0F1", "")), TEAMS) == [
+        "the output of stage 0, micro-batch 1 is computed 0 times on rank 1"
+    ]
+    assert check(row(lowered(TEAMS), 0, (" 0B1 0R", " 0R")), TEAMS) == [
+        "the gradient of stage 0, micro-batch 1 is computed 0 times on rank 0",
+        "the weight of stage 0, micro-batch 1 is computed 0 times on rank 0",
+    ]
+
+
+def test_work_that_one_rank_does_for_another_is_sent_home() -> None:
+    twice = row(row(build(TEAMS), 1, (" 0F1", "")), 0, (" 0F1", " 0F1 0F1"))
+    assert check(twice, TEAMS) == [
+        "the output of stage 0, micro-batch 1 is computed 2 times on rank 0",
+        "the output of stage 0, micro-batch 1 is computed 0 times on rank 1",
+    ]
+    assert check(row(build(TEAMS), 2, ("1F0 ", "0F0 1F0 ")), TEAMS) == [
+        "rank 2: 0F0 belongs on ranks 0, 1"
+    ]
+
+
+def test_a_message_that_one_rank_of_a_team_forgets_is_named() -> None:
+    assert check(row(lowered(TEAMS), 1, (" 0F1>1", "")), TEAMS) == [
+        "the output of stage 0 for stage 1, micro-batch 1 is sent 0 times on rank 1, not 1"
+    ]
+    assert check(row(lowered(TEAMS), 0, (" 0B0<1", "")), TEAMS) == [
+        "the gradient of stage 1 for stage 0, micro-batch 0 is received 0 times on rank 0, not 1"
+    ]
+
+
+def test_receives_that_are_swapped_are_a_mismatch_of_every_link_they_come_over() -> None:
+    swapped = row(lowered(TEAMS), 2, ("1F0<0 1F0 1F1<0", "1F1<0 1F0<0 1F0"))
+    assert check(swapped, TEAMS) == [
+        f"link {rank} to 2, message 0: rank {rank} sends the output of stage 0 for stage 1, "
+        "micro-batch 0, rank 2 expects the output of stage 0 for stage 1, micro-batch 1"
+        for rank in (0, 1)
+    ]
+
+
+def test_a_team_that_works_crosswise_waits_for_itself_forever() -> None:
+    crosswise = row(build(TEAMS), 1, ("0F0 0F1", "0F1 0F0"))
+    assert check(crosswise, TEAMS) == [
+        "rank 0, step 0: 0F0 waits forever for rank 1, which is at 0F1",
+        "rank 1, step 0: 0F1 waits forever for rank 0, which is at 0F0",
+        "rank 2, step 0: 1F0 waits forever for 0F0",
+    ]
+
+
+def test_a_backward_that_only_one_rank_splits_is_no_work_of_a_team() -> None:
+    found = check(row(build(TEAMS), 0, ("0B0", "0I0 0W0")), TEAMS)
+    assert found[0] == "rank 0, step 2: 0I0 waits forever for rank 1, which is at 0B0"
+
+
+def test_a_rank_that_lacks_a_message_holds_up_its_team() -> None:
+    late = row(lowered(TEAMS), 1, (" 0B0<1", ""), (" 0B1<1 0B0 ", " 0B0 0B0<1 0B1<1 "))
+    assert check(late, TEAMS)[:2] == [
+        "rank 0, step 6: 0B0 waits forever for rank 1, which waits too",
+        "rank 1, step 4: 0B0 waits forever for 1B0",
+    ]
+
+
+def test_the_parts_of_all_ranks_of_a_team_are_waited_for() -> None:
+    sends_late = row(
+        lowered(TEAMS), 1, (" 0F0>1", ""), (" 0F1>1", ""), (" 0B0 ", " 0B0 0F0>1 0F1>1 ")
+    )
+    assert check(sends_late, TEAMS) == [
+        "rank 0, step 6: 0B0 waits forever for 1B0",
+        "rank 1, step 4: 0B0 waits forever for 1B0",
+        "rank 2, step 1: 1F0 waits forever for 0F0",
+    ]
+
+
+def test_two_teams_that_wait_for_each_other_are_a_deadlock() -> None:
+    # Each of the two ranks begins with another direction's stage: neither team is ever complete.
+    plan = Plan(stages=1, spatial=2, schedule="gems", replications=1)
+    assert plan.teams == (((0, 1),), ((1, 0),))
+    assert check(parse("0: 0F0 0B0 0F1@1 0B1@1\n1: 0F1@1 0B1@1 0F0 0B0\n"), plan) == [
+        "rank 0, step 0: 0F0 waits forever for rank 1, which is at 0F1@1",
+        "rank 1, step 0: 0F1@1 waits forever for rank 0, which is at 0F0",
+    ]
+
+
 # --- mutations ----------------------------------------------------------------------------------
 
 NAMES = ("sequential", "gpipe", "1f1b", "zero-bubble", "gems", "gems-zb", "auto")
@@ -166,8 +258,12 @@ NAMES = ("sequential", "gpipe", "1f1b", "zero-bubble", "gems", "gems-zb", "auto"
 @st.composite
 def places_in_schedules(draw: st.DrawFn) -> tuple[Plan, Schedule, int, int]:
     """A proven schedule, and one of its actions as rank and step."""
+    stages = draw(st.integers(1, 4))
+    spatial = draw(st.sampled_from([[], [], ["1x2"], ["1x3", 2]]))[:stages]
     plan = Plan(
-        stages=draw(st.integers(1, 4)),
+        stages=stages,
+        spatial=spatial,
+        local_dp=draw(st.integers(1, 2)) if len(spatial) < stages else 1,
         micro_batches=draw(st.integers(1, 4)),
         schedule=draw(st.sampled_from(NAMES)),
         data=draw(st.integers(1, 2)),

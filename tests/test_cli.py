@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gems.cli.main import main
+from gems.cli.options import add_plan, plan_from
 from gems.files import from_json
 from gems.graph import Graph
 from gems.plan import Plan
@@ -91,6 +93,8 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
         (["train", "--batch-size", "3", "--parts", "2"], "not a multiple of --parts 2"),
         (["draw", "--stages", "2", "--balance", "a"], "neither time, memory nor numbers"),
         (["draw", "missing.json"], "missing.json"),
+        (["draw", "--stages", "2", "--spatial", "2by2"], "'2by2' is not a grid; write rows and"),
+        (["draw", "--stages", "2", "--fused-layers", "2"], "fused_layers=2 is for halo='d2'"),
     ],
 )
 def test_what_is_wrong_is_said_on_one_line_with_exit_code_1(
@@ -98,6 +102,47 @@ def test_what_is_wrong_is_said_on_one_line_with_exit_code_1(
 ) -> None:
     assert main(options) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (["--spatial", "2x2,1x2"], {"spatial": ((2, 2), (1, 2)), "ranks": 7}),
+        (["--spatial", "4, vertical:2"], {"spatial": ((2, 2), (1, 2))}),
+        (["--spatial", "horizontal:4"], {"spatial": ((4, 1),), "ranks": 6}),
+        (["--spatial", "2x2x2"], {"spatial": ((2, 2, 2),)}),
+        (["--local-dp", "2"], {"local_dp": 2, "ranks": 6}),
+        (["--spatial", "4", "--halo", "d2"], {"halo": "d2", "fused_layers": 0}),
+        (["--spatial", "4", "--halo", "d2", "--fused-layers", "3"], {"fused_layers": 3}),
+        ([], {"spatial": (), "local_dp": 1, "halo": "d1", "ranks": 3}),
+    ],
+)
+def test_how_stages_are_cut_can_be_said_on_the_command_line(
+    options: list[str], fields: dict[str, object]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_plan(parser)
+    plan = plan_from(parser.parse_args(["--stages", "3", *options]))
+    assert {name: getattr(plan, name) for name in fields} == fields
+
+
+def test_a_plan_over_teams_is_checked_written_and_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiled = ["--stages", "2", "--spatial", "2x2"]
+    assert main(["check", *tiled, "--local-dp", "2", "--parts", "4"]) == 0
+    assert "on 6 ranks: no deadlock" in capsys.readouterr().out
+    file = str(tmp_path / "plan.json")
+    assert main(["plan", *SMALL, *tiled, "--out", file]) == 0
+    assert "0,1,2,3" in capsys.readouterr().out
+    plan = from_json(Plan, Path(file).read_text())
+    assert plan.teams == (((0, 1, 2, 3), (4,)),)
+    whole = tmp_path / "whole.json"
+    assert main(["plan", *SMALL, "--stages", "2", "--out", str(whole)]) == 0
+    blocks = [from_json(Plan, Path(f).read_text()).stages for f in (file, whole)]
+    assert len(blocks[0][0]) > len(blocks[1][0]), "four ranks take more of the model than one"
+    assert main(["simulate", *SMALL, *tiled, "--machine", "v100"]) == 0
+    assert main(["draw", "--plan", file]) == 0
 
 
 def test_train_starts_its_ranks_and_leaves_plan_timeline_and_picture(tmp_path: Path) -> None:

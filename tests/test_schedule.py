@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from gems.plan import Plan
 from gems.schedule import greedy
 from gems.schedule.build import build, lowered
 from gems.schedule.check import check
-from gems.schedule.core import Schedule, parse, parse_action
+from gems.schedule.core import Message, Run, Schedule, parse, parse_action
+from gems.schedule.passes import forward_only, receipts
 from gems.simulate import simulate
 from gems.timeline import counted
 
@@ -329,3 +332,190 @@ def test_a_placement_that_a_published_order_does_not_know_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         build(plan)
+
+
+# --- teams: stages that several ranks run together ----------------------------------------------
+
+
+def team_plan(draw: st.DrawFn, name: str) -> Plan:
+    """Up to four stages cut into tiles or slices, straight or laid over each other."""
+    depth = draw(st.integers(1, 4))
+    tiles = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
+    spatial = draw(st.lists(tiles, max_size=min(depth, 2)))
+    cut = Plan(
+        stages=depth,
+        spatial=spatial,
+        local_dp=draw(st.integers(1, 2)) if len(spatial) < depth else 1,
+    )
+    placement = "straight"
+    if cut.cut and draw(st.booleans()):
+        ranks = st.permutations(range(draw(st.integers(max(cut.sizes), cut.ranks))))
+        teams = [draw(ranks)[:size] for size in cut.sizes]
+        used = sorted({rank for team in teams for rank in team})
+        placement = tuple(tuple(used.index(rank) for rank in team) for team in teams)
+    every = [(a, b) for a in range(depth) for b in range(a + 2, depth)]
+    skips = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    return Plan(
+        stages=depth,
+        spatial=spatial,
+        local_dp=cut.local_dp,
+        placement=placement,
+        schedule=name,
+        bidirectional=draw(st.booleans()) if name in ("sequential", "auto") else None,
+        micro_batches=draw(st.integers(1, 4)),
+        data=draw(st.integers(1, 2)),
+        edges=tuple(sorted([*((s, s + 1) for s in range(depth - 1)), *skips])),
+    )
+
+
+team_plans = st.composite(lambda draw: team_plan(draw, draw(st.sampled_from(EVERY))))
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(st.data())
+def test_any_cut_under_any_schedule_lowers_to_a_proven_one(name: str, data: st.DataObject) -> None:
+    plan = team_plan(data.draw, name)
+    costs = data.draw(costs_of(plan.depth))
+    assert check(build(plan, costs), plan.one_copy()) == []
+    assert check(lowered(plan, costs), plan) == []
+
+
+@given(team_plans())
+def test_all_ranks_of_a_team_do_the_work_of_its_stage_in_one_order(plan: Plan) -> None:
+    rows = lowered(plan).compute.ranks
+    for replica, teams in enumerate(plan.teams):
+        for stage, team in enumerate(teams):
+            mine = (
+                [a for a in rows[rank] if (a.stage, a.replica) == (stage, replica)] for rank in team
+            )
+            assert len(set(map(tuple, mine))) == 1
+
+
+def test_lowered_a_team_sends_and_receives_rank_by_rank() -> None:
+    plan = Plan(stages=3, spatial=["2x1", "1x1"], local_dp=2, schedule="1f1b")
+    assert plan.teams == (((0, 1), (2,), (3, 4)),)
+    assert lowered(plan) == parse(
+        """
+        0: 0B0<1 0F0 0F0>1 0B0 0R
+        1: 0B0<1 0F0 0F0>1 0B0 0R
+        2: 1B0<2 1F0<0 1F0 1F0>2 1B0 1B0>0 1R
+        3: 2F0<1 2F0 2B0 2B0>1 2R
+        4: 2F0<1 2F0 2B0 2B0>1 2R
+        """
+    )
+
+
+def test_a_rank_of_both_teams_still_sends_to_the_others_and_hears_from_them() -> None:
+    plan = Plan(stages=2, spatial="1x2", schedule="sequential", placement=((0, 1), 1))
+    assert lowered(plan) == parse(
+        """
+        0: 0B0<1 0F0 0F0>1 0B0 0R
+        1: 1F0<0 0F0 1F0 1B0 1B0>0 1R 0B0 0R
+        """
+    )
+
+
+@pytest.mark.parametrize("name", ["sequential", "gems"])
+@pytest.mark.parametrize("spatial", [["2x2", "1x2"], ["2x2"], ["1x3", "1x3"], [2, 2, 2]])
+def test_sample_by_sample_every_rank_of_a_cut_plan_keeps_one_stash(
+    name: str, spatial: list[str]
+) -> None:
+    for depth in range(len(spatial), 6):
+        plan = Plan(stages=depth, spatial=spatial, schedule=name, micro_batches=6)
+        assert counted(build(plan)) == (1,) * plan.ranks
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in GRID if p < 5 and m < 9])
+def test_a_cut_pipeline_is_as_long_as_a_whole_one_whose_stages_cost_the_same(
+    p: int, m: int
+) -> None:
+    for name in STRAIGHT:
+        whole = Plan(stages=p, micro_batches=m, schedule=name)
+        tiled = Plan(stages=p, micro_batches=m, schedule=name, spatial=["2x2", "1x2"][:p])
+        assert length(tiled) == length(whole)
+        kept = counted(build(whole))
+        expected = [n for n, size in zip(kept, tiled.sizes, strict=True) for _ in range(size)]
+        assert list(counted(build(tiled))) == expected
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_costs_nothing_is_still_done_after_what_it_needs(name: str) -> None:
+    # All starts are equal; the ranks of two teams have only the order of the lanes to go by.
+    plan = Plan(
+        stages=3,
+        spatial=["1x2", "1x2"],
+        placement=((0, 1), (1, 2), 1),
+        micro_batches=3,
+        schedule=name,
+    )
+    free = Costs((Cost(f=0, i=0, w=0),) * 3)
+    assert check(lowered(plan, free), plan) == []
+
+
+def test_tiles_of_one_cell_change_nothing() -> None:
+    for name in EVERY:
+        plan = Plan(stages=3, micro_batches=4, schedule=name, data=2)
+        single = Plan(stages=3, micro_batches=4, schedule=name, data=2, spatial=["1x1", "1"])
+        assert lowered(single) == lowered(plan)
+
+
+def test_a_cut_plan_refuses_what_its_schedule_does_not_know() -> None:
+    with pytest.raises(PlanError, match="'gpipe' has one direction"):
+        build(Plan(stages=3, spatial=4, schedule="gpipe", bidirectional=True))
+    costs = Costs((Cost(stash=100), Cost(stash=2000)))
+    with pytest.raises(PlanError, match="rank 1 may keep 1,500 bytes") as error:
+        build(Plan(stages=2, spatial=4, schedule="auto"), costs, memory=1500)
+    assert "here every stage counts as one rank" in str([error.value, *_notes(error.value)])
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@given(team_plans())
+def test_prediction_runs_forward_only_on_every_rank_of_a_team(plan: Plan) -> None:
+    schedule = forward_only(plan)
+    run = Run(schedule, plan)
+    assert len(list(run)) == sum(map(len, schedule.ranks)) and run.stuck() == []
+    done = Counter((rank, a.stage, a.micro_batch) for rank, a in schedule if a.computes)
+    wanted = ((s, i) for s in range(plan.depth) for i in range(plan.total))
+    assert done == Counter((r, s, i) for s, i in wanted for r in plan.team_for(s, i))
+
+
+# --- receipts -----------------------------------------------------------------------------------
+
+
+def test_a_message_back_proves_what_its_sender_had_posted() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="1f1b")
+    schedule = lowered(plan)
+    there, back = (
+        [Message(what, source, 1 - source, i) for i in (0, 1)]
+        for what, source in (("output", 0), ("gradient", 1))
+    )
+    assert receipts(schedule, plan, 0) == {(back[0], 1): there}
+    assert receipts(schedule, plan, 1) == {(there[1], 0): [back[0]]}
+
+
+def test_each_rank_of_a_team_proves_what_it_has_posted_itself() -> None:
+    plan = Plan(stages=2, spatial="1x2", schedule="1f1b")
+    there, back = Message("output", 0, 1, 0), Message("gradient", 1, 0, 0)
+    for rank in (0, 1):
+        assert receipts(lowered(plan), plan, rank) == {(back, 2): [there]}
+    assert receipts(lowered(plan), plan, 2) == {(there, 0): [back], (there, 1): [back]}
+
+
+@given(team_plans())
+def test_receipts_hold_in_any_schedule(plan: Plan) -> None:
+    schedule = lowered(plan)
+    for rank in range(plan.world):
+        proven: set[tuple[Message, int]] = set()
+        for (message, other), posted in receipts(schedule, plan, rank).items():
+            row = schedule.ranks[other]
+            sent = next(at for at, a in enumerate(row) if a.way == ">" and a.message == message)
+            before = {a.message for a in row[:sent] if a.way == "<"}
+            assert other != rank and set(posted) <= before
+            assert rank in plan.team_for(message.target, message.micro_batch)
+            for mine in posted:
+                assert rank in plan.team_for(mine.source, mine.micro_batch)
+                assert (mine, other) not in proven, "each once"
+                proven.add((mine, other))

@@ -71,6 +71,58 @@ def test_copies_of_the_pipeline_run_side_by_side() -> None:
     assert lengths[0] == lengths[1] == 15
 
 
+# --- teams --------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_is_cut_takes_a_part_of_its_time_on_every_rank() -> None:
+    plan = Plan(stages=2, spatial=(2, 2))
+    costs = Costs((Cost(4, 4, 4), Cost()), messages=((0, 1, 100),)).shared(plan.sizes)
+    timeline = simulate(lowered(plan), plan, costs, LINK)
+    # Each of four links carries 25 bytes in 0.5 + 0.5 s.
+    assert starts(timeline) == {"0F0": 0, "1F0": 2, "1B0": 3, "0B0": 6, "1R": 5, "0R": 8}
+    first = [(e.rank, e.start, e.stop) for e in timeline.events if e.action == "0F0"]
+    assert first == [(rank, 0, 1) for rank in range(4)]
+    assert timeline.busy(3) == 3 and timeline.ranks == 5
+
+
+def test_between_teams_a_message_travels_in_parts_side_by_side() -> None:
+    plan = Plan(stages=2, spatial=["2x2", "1x2"])
+    costs = Costs((Cost(), Cost()), messages=((0, 1, 100),)).shared(plan.sizes)
+    at = starts(simulate(lowered(plan), plan, costs, LINK))
+    assert at["1F0"] == 1 / 4 + 0.5 + 25 / 50
+
+
+def test_a_rank_does_not_send_to_itself() -> None:
+    whole = Plan(stages=2, local_dp=2, placement=((0, 1), (0, 1)), schedule="gpipe")
+    at = starts(simulate(lowered(whole), whole, TWO, LINK))
+    assert at["1F0"] == 3.5, "the other's part takes its time"
+    alone = Plan(stages=2, placement=(0, 0), schedule="gpipe")
+    assert starts(simulate(lowered(alone), alone, TWO, LINK))["1F0"] == 1
+
+
+def test_a_team_begins_when_its_last_rank_is_free() -> None:
+    # Stage 1 is on rank 1 alone, so rank 0 waits with 0F1 until rank 1 has done 1F0.
+    plan = Plan(stages=2, spatial="1x2", placement=((0, 1), 1), schedule="gpipe", micro_batches=2)
+    order = parse("0: 0F0 0F1 0B1 0B0\n1: 0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0\n")
+    timeline = simulate(order, plan, Costs((Cost(f=1), Cost(f=5))))
+    at = {(e.rank, e.action): (e.start, e.stop) for e in timeline.events}
+    assert at[0, "0F1"] == at[1, "0F1"] == (6, 7)
+    assert at[0, "0B1"] == at[1, "0B1"] == (14, 16)
+    assert timeline.seconds == 20 and timeline.busy(0) == 6
+
+
+def test_ranks_of_a_team_begin_together_and_end_each_in_its_own_virtual_time() -> None:
+    plan = Plan(stages=1, spatial=2, schedule="gpipe")
+    seen = [("0F0", 0, 1.0), ("0F0", 1, 3.0), ("0B0", 0, 2.0), ("0B0", 1, 2.0)]
+    events = tuple(Event(rank, action, 0, 9, cpu) for action, rank, cpu in seen)
+    laid = virtual(Timeline(events), lowered(plan), plan)
+    at = {(e.rank, e.action): (e.start, e.stop) for e in laid.events if e.action != "0R"}
+    assert at == {(0, "0F0"): (0, 1), (1, "0F0"): (0, 3), (0, "0B0"): (3, 5), (1, "0B0"): (3, 5)}
+
+
+# --- the virtual clock --------------------------------------------------------------------------
+
+
 def test_the_virtual_clock_lays_cpu_time_out_as_if_every_rank_had_a_core() -> None:
     plan = Plan(stages=2, micro_batches=2, schedule="gpipe")
     schedule = lowered(plan)

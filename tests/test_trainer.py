@@ -418,6 +418,7 @@ def test_unfreezing_layers_in_mid_training_is_noticed() -> None:
 
     made = batches((4, 6), 5, 3, torch.float64)
     plain = frozen()
+    first = copy.deepcopy(plain)  # ranks that are threads share one generator
     optimizer = sgd(plain.parameters())
     for step, (x, y) in enumerate(made):
         plain[0].requires_grad_(step > 0)
@@ -426,7 +427,7 @@ def test_unfreezing_layers_in_mid_training_is_noticed() -> None:
         optimizer.zero_grad()
 
     def work(transport: Any) -> Any:
-        model = frozen()
+        model = copy.deepcopy(first)
         plan = Plan(stages=2, micro_batches=2)
         trainer = Trainer(model, F.cross_entropy, sgd, made[0][0][:2], plan, transport=transport)
         for step, (x, y) in enumerate(made):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gems.errors import GemsError, PlanError
 from gems.files import from_json
+from gems.grid import HALOS
 from gems.plan import PLACEMENTS, SCHEDULES, Plan
 
 if TYPE_CHECKING:
@@ -73,6 +74,35 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="what to even out over stages, time or memory, or layers per stage: 3,4,4,3",
     )
+    put(
+        "--spatial",
+        default="",
+        metavar="G",
+        help="cut the pictures of the first stages into tiles, one rank per tile: a grid for each "
+        "such stage, rows x columns like 2x2,1x2 or depth x rows x columns like 2x2x2, or by name "
+        "and number of ranks: square:4, vertical:4 (strips side by side), horizontal:4",
+    )
+    put(
+        "--local-dp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut the micro-batch of every stage that is not spatial into N slices, one rank each",
+    )
+    put(
+        "--halo",
+        choices=HALOS,
+        default="d1",
+        help="how tiles get each other's edges: d1 before every layer (default), d2 wider edges "
+        "once for several layers, computed twice where they overlap",
+    )
+    put(
+        "--fused-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="layers that share one exchange with --halo d2 (default: what the costs say)",
+    )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
@@ -91,6 +121,10 @@ def plan_from(given: argparse.Namespace) -> Plan:
         bidirectional=True if given.bidirectional else None,
         balance=_balance(given.balance),
         stashes=given.stashes,
+        spatial=tuple(given.spatial.split(",")) if given.spatial else (),
+        local_dp=given.local_dp,
+        halo=given.halo,
+        fused_layers=given.fused_layers,
     )
 
 

@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         plan = found[0].plan
     else:
         plan = assign(plan_from(given), graph, costs)
-    staged = of_stages(costs, graph, stages(plan, graph, costs))
+    staged = of_stages(costs, graph, stages(plan, graph, costs)).shared(plan.sizes)
     rows = []
     for stage, cost in enumerate(staged.items):
         assert not isinstance(plan.stages, int)

@@ -46,6 +46,6 @@ def predicted(given: argparse.Namespace) -> Timeline:
     on = machine(given.machine)
     graph = traced(given).graph
     blocks = estimate(graph, on)
-    costs = of_stages(blocks, graph, stages(plan, graph, blocks))
+    costs = of_stages(blocks, graph, stages(plan, graph, blocks)).shared(plan.sizes)
     plan = assign(plan, graph, blocks)
     return simulate(lowered(plan, costs), plan, costs, on.link)

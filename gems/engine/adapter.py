@@ -36,15 +36,19 @@ class Adapter(Protocol):
         """The part of a stage's results that a message carries."""
         ...
 
-    def pack(self, message: Message, tensors: Tensors) -> list[Any]:
-        """Flat buffers to send."""
+    def pack(self, message: Message, tensors: Tensors, target: int) -> list[Any]:
+        """Flat buffers to send to a rank: what it wants of this rank's part; none if nothing."""
         ...
 
-    def buffers(self, message: Message) -> list[Any]:
-        """Flat buffers to receive into, as `pack` makes them."""
+    def buffers(self, message: Message, source: int) -> list[Any]:
+        """Flat buffers to receive from a rank, as `pack` makes them there."""
         ...
 
-    def unpack(self, message: Message, buffers: list[Any]) -> Tensors: ...
+    def unpack(
+        self, message: Message, own: Tensors | None, arrived: dict[int, list[Any]]
+    ) -> Tensors:
+        """A message put together: the part of this rank itself, if any, and what others sent."""
+        ...
 
     def bucket(self, stage: int) -> list[Any]:
         """What to sum over the holders of a stage, in place."""

@@ -33,9 +33,9 @@ class Engine:
         """Run all actions once; gradients are summed over their holders at the end."""
         self.number = number
         self.meter = Meter(self.adapter.standing())
-        self.inbox: dict[Message, tuple[list[Any], list[Handle]]] = {}
+        self.inbox: dict[Message, dict[int, tuple[list[Any], list[Handle]]]] = {}
         self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
-        self.sending: dict[Message, tuple[int, list[Handle]]] = {}
+        self.sending: dict[tuple[Message, int], tuple[int, list[Handle]]] = {}
         self.sums: list[tuple[int, list[Handle]]] = []
         self.stamps: list[tuple[Action, Any, Any, Memory]] = []
         self.at = "the start"
@@ -120,44 +120,63 @@ class Engine:
         self.meter.add("boundary", self.adapter.size(list(part.values())))
 
     def _take(self, message: Message) -> Tensors:
-        """What a stage needs from another: at hand if that is ours, else wait for it."""
-        if message in self.at_hand:
-            part = self.at_hand.pop(message)
-            self.meter.drop("boundary", self.adapter.size(list(part.values())))
-            return part
-        buffers, handles = self.inbox.pop(message)
-        for handle in handles:
-            handle.wait()
-        self.meter.drop("boundary", self.adapter.size(buffers))
-        self._let_go(self.receipts.get(message, ()))
-        return self.adapter.unpack(message, buffers)
+        """What a stage needs from another: the part at hand, and what the other ranks send."""
+        own = self._pick_up(message) if message in self.at_hand else None
+        arrived = {}
+        for source, (buffers, handles) in self.inbox.pop(message, {}).items():
+            for handle in handles:
+                handle.wait()
+            self.meter.drop("boundary", self.adapter.size(buffers))
+            self._let_go((m, source) for m in self.receipts.get((message, source), ()))
+            arrived[source] = buffers
+        return self.adapter.unpack(message, own, arrived)
+
+    def _pick_up(self, message: Message) -> Tensors:
+        part = self.at_hand.pop(message)
+        self.meter.drop("boundary", self.adapter.size(list(part.values())))
+        return part
 
     def _send(self, action: Action) -> None:
+        """To every other rank of the peer stage, what it wants of our part."""
         message = action.message
-        target = self.plan.rank_for(message.target, message.micro_batch)
-        part = self.at_hand.pop(message)
-        buffers = self.adapter.pack(message, part)
-        handles = [self.transport.send(buffer, target) for buffer in buffers]
-        size = self.adapter.size(buffers)
-        self.meter.drop("boundary", self.adapter.size(list(part.values())))
-        self.meter.add("communication", size)
-        self.sending[message] = (size, handles)
+        part = self.at_hand[message]
+        for target in self._others(action):
+            buffers = self.adapter.pack(message, part, target)
+            if not buffers:
+                continue
+            handles = [self.transport.send(buffer, target) for buffer in buffers]
+            size = self.adapter.size(buffers)
+            self.meter.add("communication", size)
+            self.sending[message, target] = (size, handles)
+        if self.transport.rank not in self._team(action):
+            self._pick_up(message)
 
-    def _let_go(self, messages: Iterable[Message]) -> None:
+    def _let_go(self, sent: Iterable[tuple[Message, int]]) -> None:
         """Forget the buffers of messages that are known to have been taken."""
-        for message in messages:
-            size, handles = self.sending.pop(message, (0, []))
+        for key in sent:
+            size, handles = self.sending.pop(key, (0, []))
             for handle in handles:
                 handle.wait()
             self.meter.drop("communication", size)
 
     def _post(self, action: Action) -> None:
+        """Expect from every other rank of the peer stage what we want of its part."""
         message = action.message
-        source = self.plan.rank_for(message.source, message.micro_batch)
-        buffers = self.adapter.buffers(message)
-        handles = [self.transport.receive(buffer, source) for buffer in buffers]
-        self.meter.add("boundary", self.adapter.size(buffers))
-        self.inbox[message] = (buffers, handles)
+        expected = self.inbox[message] = {}
+        for source in self._others(action):
+            buffers = self.adapter.buffers(message, source)
+            if not buffers:
+                continue
+            handles = [self.transport.receive(buffer, source) for buffer in buffers]
+            self.meter.add("boundary", self.adapter.size(buffers))
+            expected[source] = (buffers, handles)
+
+    def _team(self, action: Action) -> tuple[int, ...]:
+        """The ranks of the stage at the other end."""
+        return self.plan.team_for(action.peer, action.micro_batch)
+
+    def _others(self, action: Action) -> list[int]:
+        return [rank for rank in self._team(action) if rank != self.transport.rank]
 
     # --- sums -------------------------------------------------------------------------------
 

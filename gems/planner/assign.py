@@ -31,7 +31,7 @@ def stages(plan: Plan, graph: Graph, costs: Costs) -> list[int]:
         return stages_by_name(graph, plan.stages)
     if not isinstance(plan.balance, str):
         return _by_count(graph, plan.balance)
-    return by_weight(graph, costs, plan.depth, plan.balance)
+    return by_weight(graph, costs, plan.depth, plan.balance, plan.sizes)
 
 
 def stages_by_name(

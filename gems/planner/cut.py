@@ -13,10 +13,17 @@ from gems.graph import Graph
 SLACK = 1.02  # a piece may be this much above the best possible if that saves messages
 
 
-def cut(weights: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
-    """Starts of `parts` runs with the smallest largest weight; ties go to the least crossing.
+def cut(
+    weights: Sequence[float],
+    crossing: Sequence[float],
+    parts: int,
+    speeds: Sequence[int] | None = None,
+    whole: Sequence[float] | None = None,
+) -> list[int]:
+    """Starts of `parts` runs with the smallest largest load; ties go to the least crossing.
 
-    `crossing[i]` is the price of a cut before item i. Every run has at least one item.
+    `crossing[i]` is the price of a cut before item i. Every run has at least one item. A team of
+    `speeds[k]` ranks shares the weights of run k; of `whole`, each of them bears all.
     """
     n = len(weights)
     if n < parts:
@@ -24,9 +31,15 @@ def cut(weights: Sequence[float], crossing: Sequence[float], parts: int) -> list
             f"{n} blocks cannot fill {parts} stages; use fewer stages, or a model that is recorded "
             "in smaller pieces"
         )
-    sums = [0.0, *accumulate(weights)]
-    limit = SLACK * _smallest_largest(weights, parts)
-    return _cheapest(sums, crossing, parts, limit)
+    speeds, whole = speeds or (1,) * parts, whole or (0.0,) * n
+    items = list(zip(weights, whole, strict=True))
+    loads = [[weight / speed + held for weight, held in items] for speed in speeds]
+    sums = [[0.0, *accumulate(load)] for load in loads]
+    even = len(set(speeds)) == 1
+    least = _smallest_largest(loads[0], parts) if even else _smallest_of_teams(sums)
+    starts = _cheapest(sums, crossing, SLACK * least)
+    assert starts is not None, "the smallest bound is one that can be kept"
+    return starts
 
 
 def _smallest_largest(weights: Sequence[float], parts: int) -> float:
@@ -43,15 +56,32 @@ def _smallest_largest(weights: Sequence[float], parts: int) -> float:
     return high
 
 
+def _smallest_of_teams(sums: Sequence[Sequence[float]]) -> float:
+    """The smallest bound where an item weighs less in some runs than in others.
+
+    A piece of a run may weigh more in the next one, so filling up one after the other is not best.
+    """
+    low, high = 0.0, max(row[-1] for row in sums)
+    free = [0.0] * len(sums[0])
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        fits = _cheapest(sums, free, middle) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    return high
+
+
 def _cheapest(
-    sums: Sequence[float], crossing: Sequence[float], parts: int, limit: float
-) -> list[int]:
-    """Dynamic programming over (runs, items) so far; a window slides over where a run began."""
-    n = len(sums) - 1
+    sums: Sequence[Sequence[float]], crossing: Sequence[float], limit: float
+) -> list[int] | None:
+    """Dynamic programming over (runs, items) so far; a window slides over where a run began.
+
+    `sums[k]` adds up what items weigh in run k. None if some run must be above the limit.
+    """
+    n = len(sums[0]) - 1
     infinity = float("inf")
     best = [0.0] + [infinity] * n
     came: list[list[int]] = []
-    for part in range(parts):
+    for part, load in enumerate(sums):
         row, origin = [infinity] * (n + 1), [0] * (n + 1)
         window: deque[int] = deque()
         for stop in range(part + 1, n + 1):
@@ -59,7 +89,7 @@ def _cheapest(
             while window and best[window[-1]] >= best[start]:
                 window.pop()
             window.append(start)
-            while window and sums[stop] - sums[window[0]] > limit * (1 + 1e-12):
+            while window and load[stop] - load[window[0]] > limit * (1 + 1e-12):
                 window.popleft()
             if window and best[window[0]] < infinity:
                 price = crossing[stop] if stop < n else 0.0
@@ -70,7 +100,7 @@ def _cheapest(
     for origin in reversed(came):
         at = origin[at]
         starts.append(at)
-    return starts[::-1]
+    return starts[::-1] if best[n] < infinity else None
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
@@ -87,23 +117,29 @@ def crossing_bytes(graph: Graph) -> list[int]:
     return list(accumulate(change))[: len(graph.blocks)]
 
 
-def by_weight(graph: Graph, costs: Costs, parts: int, what: str) -> list[int]:
-    """The stage of every block, with even `time` or `memory` over the stages."""
+def by_weight(
+    graph: Graph, costs: Costs, parts: int, what: str, speeds: Sequence[int] | None = None
+) -> list[int]:
+    """The stage of every block, with even `time` or `memory` on the ranks of all stages.
+
+    `speeds` says how many ranks run each stage together.
+    """
     if what == "time":
-        weights = [cost.seconds for cost in costs.items]
+        weights, whole = [cost.seconds for cost in costs.items], None
     else:
-        # Weights, their gradients and two moments of an optimizer are held beside the stash.
-        weights = _memory(graph, costs)
-    starts = cut(weights, crossing_bytes(graph), parts)
+        # Weights, their gradients and two moments of an optimizer are held beside the stash, and
+        # by every rank of a team.
+        weights, whole = _stash(graph), [4 * cost.weights for cost in costs.items]
+    starts = cut(weights, crossing_bytes(graph), parts, speeds, whole)
     return [sum(i >= start for start in starts) - 1 for i in range(len(graph.blocks))]
 
 
-def _memory(graph: Graph, costs: Costs) -> list[float]:
+def _stash(graph: Graph) -> list[float]:
     """Bytes that each block adds: a storage saved twice counts where it is saved first."""
     seen: set[int] = set()
     found = []
-    for block, cost in zip(graph.blocks, costs.items, strict=True):
+    for block in graph.blocks:
         fresh = {storage: size for storage, size in block.saves if storage not in seen}
         seen.update(fresh)
-        found.append(sum(fresh.values()) + 4 * cost.weights)
+        found.append(sum(fresh.values()))
     return found

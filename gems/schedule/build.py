@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gems.costs import Costs, unit
-from gems.errors import PlanError
+from gems.errors import PlanError, note
 from gems.plan import Plan
 from gems.schedule import greedy
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
 from gems.schedule.papers import gems, gpipe, interleaved, one_f_one_b, sequential, zero_bubble
 from gems.schedule.passes import lower
+from gems.schedule.project import project
 
 PAPERS: dict[str, Callable[[Plan], Schedule]] = {
     "sequential": sequential.order,
@@ -21,6 +22,7 @@ PAPERS: dict[str, Callable[[Plan], Schedule]] = {
     "zero-bubble": zero_bubble.order,
     "gems": gems.order,
 }
+BY_SAMPLE = ("sequential", "gems")  # these know teams: each rank does one sample after the other
 ONE_STAGE_PER_RANK = ("1f1b", "zero-bubble")
 ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -29,15 +31,29 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
     """The compute order of one copy of the plan's pipeline.
 
     Costs per stage and `memory`, the bytes a rank may keep for backward, steer the greedy orders;
-    the published ones are what they are.
+    the published ones are what they are. For a plan whose stages are cut over ranks, costs are
+    those of each rank (`Costs.shared`), and the order is that of whole stages, projected.
     """
-    _fits(plan)
+    costs = costs or unit(plan.depth)
     one = plan.one_copy()
+    if not plan.cut or plan.schedule in BY_SAMPLE:
+        _fits(one)
+        return _order(one, costs, memory)
+    _fits(lanes := plan.lanes())
+    try:
+        order = _order(lanes, costs, memory)
+    except PlanError as error:
+        note(error, "here every stage counts as one rank, whatever team it is cut over")
+        raise
+    return project(order, lanes, one, costs)
+
+
+def _order(plan: Plan, costs: Costs, memory: float | None) -> Schedule:
     if plan.schedule == "gems-zb":
-        return greedy.order(one, costs or unit(plan.depth), samples=1)
+        return greedy.order(plan, costs, samples=1)
     if plan.schedule == "auto":
-        return greedy.best(one, costs or unit(plan.depth), memory)
-    return PAPERS[plan.schedule](one)
+        return greedy.best(plan, costs, memory)
+    return PAPERS[plan.schedule](plan)
 
 
 def lowered(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:

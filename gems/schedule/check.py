@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import product
 
 from gems.errors import ScheduleError, faults
 from gems.plan import Plan
 from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives
+
+ALL = ("output", "gradient", "weight")
 
 
 def check(schedule: Schedule, plan: Plan) -> list[str]:
@@ -32,8 +35,11 @@ def require(schedule: Schedule, plan: Plan) -> Schedule:
 
 
 def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """Forward once and backward once, whole or as input and weight gradient, each in its place."""
-    seen: Counter[Fact] = Counter()
+    """Forward once and backward once, whole or as input and weight gradient, each in its place.
+
+    All the ranks of a team do it, each of them once.
+    """
+    seen: Counter[tuple[Fact, int]] = Counter()
     for rank, action in schedule:
         if action.kind is Kind.REDUCE:
             continue
@@ -44,33 +50,40 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
             )
             continue
         replica = plan.replica_of(action.micro_batch)
+        team = plan.team_of(action.stage, replica)
         if action.replica != replica:
             yield f"rank {rank}: {action} belongs to replica {replica}, not {action.replica}"
-        elif (home := plan.rank_of(action.stage, replica)) != rank:
-            yield f"rank {rank}: {action} belongs on rank {home}"
-        seen.update(gives(action))
-    for stage in range(plan.depth):
-        for i in range(plan.total):
-            for what in ("output", "gradient", "weight"):
-                if (times := seen[Fact(what, stage, i)]) != 1:
-                    yield f"the {what} of stage {stage}, micro-batch {i} is computed {times} times"
+        elif rank not in team:
+            yield f"rank {rank}: {action} belongs on {_ranks(team)}"
+        home = team[0] if len(team) == 1 else rank
+        seen.update((fact, home) for fact in gives(action))
+    for stage, i, what in product(range(plan.depth), range(plan.total), ALL):
+        team = plan.team_for(stage, i)
+        for rank in team:
+            if (times := seen[Fact(what, stage, i), rank]) != 1:
+                on = f" on rank {rank}" if len(team) > 1 else ""
+                yield f"the {what} of stage {stage}, micro-batch {i} is computed {times} times{on}"
+
+
+def _ranks(team: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(team) > 1)} {', '.join(map(str, team))}"
 
 
 def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Every message once on both ends and, because links are FIFO, in one order per link."""
     wanted = _messages(plan)
-    sent, received = ([a.message for _, a in schedule if a.way == way] for way in "><")
-    for verb, moved in (("sent", Counter(sent)), ("received", Counter(received))):
-        for message in sorted({*wanted, *moved}):
-            if (times := moved[message]) != (message in wanted):
-                yield f"{_say(message)} is {verb} {times} times, not {int(message in wanted)}"
-    both = set(sent) & set(received) & set(wanted)
-    links: dict[tuple[int, int], tuple[list[Message], list[Message]]]
-    links = defaultdict(lambda: ([], []))
-    for end, messages in enumerate((sent, received)):
-        for message in dict.fromkeys(m for m in messages if m in both):
-            links[wanted[message]][end].append(message)
-    for (a, b), ends in sorted(links.items()):
+    for way, verb in ((">", "sent"), ("<", "received")):
+        due = {(m, r) for m, ends in wanted.items() for r in ends[way]}
+        moved = Counter((a.message, rank) for rank, a in schedule if a.way == way)
+        for message, rank in sorted({*due, *moved}):
+            if (times := moved[message, rank]) != ((message, rank) in due):
+                ranks = wanted[message][way] if message in wanted else ()
+                on = "" if ranks in ((), (rank,)) else f" on rank {rank}"
+                wants = int((message, rank) in due)
+                yield f"{_say(message)} is {verb} {times} times{on}, not {wants}"
+    for (a, b), (sent, received) in sorted(_links(schedule, wanted).items()):
+        both = set(sent) & set(received)
+        ends = ([m for m in dict.fromkeys(end) if m in both] for end in (sent, received))
         for position, (x, y) in enumerate(zip(*ends, strict=True)):
             if x != y:
                 yield (
@@ -80,16 +93,36 @@ def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
                 break
 
 
-def _messages(plan: Plan) -> dict[Message, tuple[int, int]]:
-    """What must travel in one step, and between which two ranks."""
-    found = {}
-    for i in range(plan.total):
-        for a, b in plan.chain:
-            here, there = plan.rank_for(a, i), plan.rank_for(b, i)
-            if here != there:
-                found[Message("output", a, b, i)] = (here, there)
-                found[Message("gradient", b, a, i)] = (there, here)
+Ends = dict[str, tuple[int, ...]]  # the ranks that send (`>`) and that receive (`<`)
+
+
+def _messages(plan: Plan) -> dict[Message, Ends]:
+    """What must travel in one step, and between which ranks."""
+    found: dict[Message, Ends] = {}
+    for i, (a, b) in product(range(plan.total), plan.chain):
+        here, there = plan.team_for(a, i), plan.team_for(b, i)
+        up = tuple(r for r in here if {r} != set(there))
+        down = tuple(r for r in there if {r} != set(here))
+        if up:
+            found[Message("output", a, b, i)] = {">": up, "<": down}
+            found[Message("gradient", b, a, i)] = {">": down, "<": up}
     return found
+
+
+def _links(
+    schedule: Schedule, wanted: dict[Message, Ends]
+) -> dict[tuple[int, int], tuple[list[Message], list[Message]]]:
+    """For each pair of ranks what one sends to the other, and what that one expects, in order."""
+    links = defaultdict(lambda: ([], []))
+    for rank, action in schedule:
+        ends = wanted.get(action.message) if action.way else None
+        if ends is None or rank not in ends[action.way]:
+            continue
+        sends = action.way == ">"
+        for other in (r for r in ends["<" if sends else ">"] if r != rank):
+            sent, received = links[(rank, other) if sends else (other, rank)]
+            (sent if sends else received).append(action.message)
+    return links
 
 
 def _say(message: Message) -> str:
@@ -130,9 +163,19 @@ def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
         pass
     return [
         f"rank {rank}, step {step}: {action} waits forever for "
-        + ", ".join(_spell(fact, action) for fact in missing)
+        + ", ".join([_spell(fact, action) for fact in missing] or _absent(run, rank))
         for rank, step, action, missing in run.stuck()
     ]
+
+
+def _absent(run: Run, rank: int) -> Iterator[str]:
+    """The others of a team that do not come, and what they have come to instead."""
+    for other in run.absent(rank):
+        head = run.head(other)
+        if head == run.head(rank):
+            yield f"rank {other}, which waits too"
+        else:
+            yield f"rank {other}, which is " + (f"at {head}" if head else "done")
 
 
 def _spell(fact: Fact, waiting: Action) -> str:

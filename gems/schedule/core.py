@@ -164,34 +164,57 @@ def gives(action: Action) -> tuple[Fact, ...]:
 class Run:
     """A schedule run without time: iterating gives (rank, action) in an order that could happen.
 
-    Every turn each rank does its next action if all it needs holds. In a lowered schedule another
-    rank's fact holds here once its message was sent and its receive posted.
+    Every turn each rank does its next action if all it needs holds. The ranks of a team do a
+    stage's work together: when all of them have come to it, and all of them have what it needs.
+    In a lowered schedule another rank's part of a fact holds here once that rank has sent its
+    message and its receive was posted.
     """
 
     def __init__(self, schedule: Schedule, plan: Plan) -> None:
         self.schedule, self.plan = schedule, plan
         self.lowered = any(action.way for _, action in schedule)
+        self.cut = plan.cut
         self.at = [0] * len(schedule.ranks)
         self.known: list[set[Fact]] = [set() for _ in schedule.ranks]
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
-        self.sent: set[Message] = set()
+        self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
+        return ((rank, action) for team, action in self.turns() for rank in team)
+
+    def turns(self) -> Iterator[tuple[tuple[int, ...], Action]]:
+        """The same, with all the ranks that do an action together."""
         moved = True
         while moved:
             moved = False
-            for rank, row in enumerate(self.schedule.ranks):
-                if self.at[rank] < len(row) and not self.missing(rank, row[self.at[rank]]):
-                    action = row[self.at[rank]]
-                    self._do(rank, action)
+            for rank in range(len(self.schedule.ranks)):
+                action = self.head(rank)
+                if action is None or self.missing(rank, action):
+                    continue
+                team = self._team(rank, action)
+                if rank == team[0] and not self.absent(rank, team):
+                    for member in team:
+                        self._do(member, action)
                     moved = True
-                    yield rank, action
+                    yield team, action
+
+    def head(self, rank: int) -> Action | None:
+        """What a rank has come to; None if it is done."""
+        row, at = self.schedule.ranks[rank], self.at[rank]
+        return row[at] if at < len(row) else None
+
+    def _team(self, rank: int, action: Action) -> tuple[int, ...]:
+        """The ranks that must do this together: messages and sums are every rank's own."""
+        if not (self.cut and action.computes):
+            return (rank,)
+        team = self.plan.team_for(action.stage, action.micro_batch)
+        return team if rank in team else (rank,)
 
     def _do(self, rank: int, action: Action) -> None:
         self.at[rank] += 1
         self.known[rank].update(gives(action))
         if action.way == ">":
-            self.sent.add(action.message)
+            self.sent[rank].add(action.message)
         elif action.way == "<":
             self.posted[rank].add(action.message)
 
@@ -199,16 +222,25 @@ class Run:
         return [fact for fact in needs(action, self.plan) if not self._holds(rank, fact, action)]
 
     def _holds(self, rank: int, fact: Fact, action: Action) -> bool:
-        if fact in self.known[rank]:
-            return True
-        home = self.plan.rank_for(fact.stage, fact.micro_batch)
-        if not self.lowered or home == rank:
-            return fact in self.known[home]
+        if fact.stage == action.stage:
+            return fact in self.known[rank]
         message = Message(fact.what, fact.stage, action.stage, fact.micro_batch)
-        return message in self.sent and message in self.posted[rank]
+        for other in self.plan.team_for(fact.stage, fact.micro_batch):
+            if other == rank or not self.lowered:
+                if fact not in self.known[other]:
+                    return False
+            elif message not in self.sent[other] or message not in self.posted[rank]:
+                return False
+        return True
+
+    def absent(self, rank: int, team: tuple[int, ...] = ()) -> list[int]:
+        """The others of a rank's team that have not come to its action, or cannot do it either."""
+        if (action := self.head(rank)) is None:
+            return []
+        others = [r for r in team or self._team(rank, action) if r != rank]
+        return [r for r in others if self.head(r) != action or self.missing(r, action)]
 
     def stuck(self) -> list[tuple[int, int, Action, list[Fact]]]:
         """For each rank that could not finish: rank, step, action and what it waits for."""
-        rows = enumerate(zip(self.schedule.ranks, self.at, strict=True))
-        waiting = [(rank, at, row[at]) for rank, (row, at) in rows if at < len(row)]
-        return [(rank, at, a, self.missing(rank, a)) for rank, at, a in waiting]
+        waiting = [(rank, at, self.head(rank)) for rank, at in enumerate(self.at)]
+        return [(r, at, a, self.missing(r, a)) for r, at, a in waiting if a is not None]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gems.plan import Plan
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
@@ -36,24 +38,14 @@ def communicate(schedule: Schedule, plan: Plan, early: int = 1) -> Schedule:
     with all that the sender sends before it; posting never blocks, hence this cannot deadlock.
     """
     sends = [[_sends(action, rank, plan) for action in row] for rank, row in _rows(schedule)]
-    queues: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    arriving: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
     for rank, row in enumerate(sends):
         for action in (a for after in row for a in after):
-            queues[rank, plan.rank_for(action.peer, action.micro_batch)].append(action)
+            for target in _others(action, rank, plan):
+                arriving[target][rank].append(_received(action))
     lowered = []
     for rank, row in _rows(schedule):
-        arriving = {
-            source: [_received(action) for action in queue]
-            for (source, target), queue in queues.items()
-            if target == rank
-        }
-        used = {_use(a): at for at, a in enumerate(row) if a.kind is not Kind.WEIGHT}
-        posts: list[list[Action]] = [[] for _ in row]
-        for queue in arriving.values():
-            soonest = len(row)
-            for action in reversed(queue):
-                soonest = min(soonest, max(used[_use(action)] - early, 0))
-                posts[soonest].insert(0, action)
+        posts = _posts(row, list(arriving[rank].values()), early)
         lowered.append(
             tuple(
                 a
@@ -62,6 +54,42 @@ def communicate(schedule: Schedule, plan: Plan, early: int = 1) -> Schedule:
             )
         )
     return Schedule(tuple(lowered))
+
+
+def _posts(row: Sequence[Action], queues: list[list[Action]], early: int) -> list[list[Action]]:
+    """The receives to post before each compute action of a rank, given what each link brings.
+
+    One receive takes the parts of a whole team, so it stands in the queues of several links.
+    """
+    used = {_use(a): at for at, a in enumerate(row) if a.kind is not Kind.WEIGHT}
+    due = {a: max(used[_use(a)] - early, 0) for queue in queues for a in queue}
+    changed = True
+    while changed:
+        changed = False
+        for queue in queues:
+            for action, later in reversed(list(pairwise(queue))):
+                if due[action] > due[later]:
+                    due[action], changed = due[later], True
+    posts: list[list[list[Action]]] = [[[] for _ in queues] for _ in row]
+    for link, queue in enumerate(queues):
+        for action in queue:
+            posts[due[action]][link].append(action)
+    return [_merged(together) for together in posts]
+
+
+def _merged(queues: list[list[Action]]) -> list[Action]:
+    """All that is in the queues, once, in an order that keeps to each of theirs.
+
+    There is one: that in which they were made. A team makes them together, hence in one order.
+    """
+    merged = []
+    queues = [queue for queue in reversed(queues) if queue]
+    while queues:
+        heads = [queue[0] for queue in queues]
+        free = (a for a in heads if not any(a in queue[1:] for queue in queues))
+        merged.append(first := next(free, heads[0]))
+        queues = [left for queue in queues if (left := [a for a in queue if a != first])]
+    return merged
 
 
 def reduce(schedule: Schedule, plan: Plan) -> Schedule:
@@ -89,23 +117,24 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
     return Schedule(tuple(lowered))
 
 
-def receipts(schedule: Schedule, plan: Plan, rank: int) -> dict[Message, list[Message]]:
-    """Which messages of `rank` are surely on their way once it holds a message from their receiver.
+def receipts(schedule: Schedule, plan: Plan, rank: int) -> dict[tuple[Message, int], list[Message]]:
+    """Which messages of `rank` are surely on their way once it holds one from their receiver.
 
     A send is through when its receive is posted. Nothing tells the sender so, but if the receiver
     later sends something back, then whoever holds that knows. So a rank can let go of its buffers
-    without ever waiting for a peer that waits for it.
+    without ever waiting for a peer that waits for it. To hold the part of a message that came from
+    `other` proves that `other` has posted the receives listed under (message, other).
     """
-    found: dict[Message, list[Message]] = {}
-    for other in range(plan.world):
+    found: dict[tuple[Message, int], list[Message]] = {}
+    for other, row in _rows(schedule):
         posted: list[Message] = []
-        for action in schedule.ranks[other]:
-            if not action.way or plan.rank_for(action.peer, action.micro_batch) != rank:
+        for action in row:
+            if not action.way or rank not in _others(action, other, plan):
                 continue
             if action.way == "<":
                 posted.append(action.message)
             elif posted:
-                found[action.message] = posted
+                found[action.message, other] = posted
                 posted = []
     return found
 
@@ -115,16 +144,21 @@ def _rows(schedule: Schedule) -> list[tuple[int, tuple[Action, ...]]]:
 
 
 def _sends(action: Action, rank: int, plan: Plan) -> list[Action]:
-    """The messages that a compute action gives rise to; a stage on the same rank needs none."""
+    """The messages that a compute action gives rise to; a stage on this rank alone needs none.
+
+    One action sends to all the other ranks of the peer stage what each of them wants of our part.
+    """
     if action.kind is Kind.WEIGHT:
         return []
     forward = action.kind is Kind.FORWARD
     peers = plan.sinks[action.stage] if forward else plan.sources[action.stage]
-    return [
-        replace(action, way=">", peer=peer)
-        for peer in peers
-        if plan.rank_for(peer, action.micro_batch) != rank
-    ]
+    sends = (replace(action, way=">", peer=peer) for peer in peers)
+    return [send for send in sends if _others(send, rank, plan)]
+
+
+def _others(action: Action, rank: int, plan: Plan) -> list[int]:
+    """The ranks, beside our own, that a message goes to or comes from."""
+    return [r for r in plan.team_for(action.peer, action.micro_batch) if r != rank]
 
 
 def _received(send: Action) -> Action:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,52 +14,33 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from gems.errors import PlanError, ShapeError
-from gems.graph import Value, crossings
+from gems.errors import ShapeError
+from gems.geometry import Box
+from gems.graph import ITEMSIZE, Value
+from gems.machine import Machine
 from gems.plan import Plan
-from gems.planner.assign import stages_by_name
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
-from gems.torch.batch import Batch, describe, tensors
+from gems.torch.batch import Batch, describe, read_box, signature, stand_ins, tensors
 from gems.torch.bucket import Bucket
-from gems.torch.calls import Call, Ref, is_place
+from gems.torch.calls import Ref, is_place, leaves_of
+from gems.torch.cut import Cut, cut_up
 from gems.torch.defer import Entry, Ledger, receive, settle
+from gems.torch.junction import Passage, flat, piece, shaped
+from gems.torch.meter import storage_of
 from gems.torch.norms import Statistics, unrecorded
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
+from gems.torch.spatial.loss import cut_loss
+from gems.torch.spatial.stage import Bound
+from gems.torch.spatial.stash import Slabs
 from gems.torch.trace import Trace, trace
 from gems.torch.weights import Ownership
+from gems.transport.core import Transport
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class Cut:
-    """The model cut into the plan's stages, for one input signature."""
-
-    trace: Trace
-    crossing: dict[tuple[int, int], tuple[str, ...]]
-    blocks: list[list[int]]
-    programs: dict[int, Program] = field(default_factory=dict)
-    stash: dict[int, int] = field(default_factory=dict)
-    trained: dict[frozenset[str], set[str]] = field(default_factory=dict)
-    recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
-
-    def trained_by(self, outputs: frozenset[str]) -> set[str]:
-        if outputs not in self.trained:
-            self.trained[outputs] = self.trace.record.trained_by(outputs)
-        return self.trained[outputs]
-
-    def values(self, message: Message) -> list[Value]:
-        """What a message carries; gradients travel the same way back, for what has one."""
-        graph = self.trace.graph
-        if message.what == "output":
-            names = self.crossing.get((message.source, message.target), ())
-            return [graph.value[n] for n in names]
-        names = self.crossing.get((message.target, message.source), ())
-        return [graph.value[n] for n in names if graph.value[n].grad]
 
 
 @dataclass
@@ -89,9 +70,13 @@ class TorchAdapter:
         device: torch.device,
         precision: str,
         seed: int,
+        machine: Machine,
+        transport: Transport,
+        overlap: bool = False,
         leaves: tuple[str, ...] = (),
     ) -> None:
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
+        self.machine, self.transport, self.overlap = machine, transport, overlap
         self.loss, self.device, self.precision = loss, device, precision
         self.leaves = leaves
         self.draws = Draws(seed, device)
@@ -108,6 +93,7 @@ class TorchAdapter:
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
         self.weight_bytes = self.size(list(self.weights.values()))
+        self.weight_storages = {storage_of(t) for t in self.weights.values()}
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -129,7 +115,10 @@ class TorchAdapter:
         self.statistics: dict[int, Statistics] = {}
         if training and real:
             for stage in self.unordered:
-                self.statistics[stage] = Statistics(self._norms(stage, self.of[real[0]]), len(real))
+                # All ranks of a team take the same statistics, and their sums are added up.
+                share = 1 / self.plan.sizes[stage]
+                norms = self._norms(stage, self.of[real[0]])
+                self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets = {
             stage: Bucket(
                 self.parameters(stage) if update else [],
@@ -157,54 +146,43 @@ class TorchAdapter:
         signature = self._signature(inputs, mode)
         if signature not in self.cuts:
             with self._autocast():
-                traced = trace(self.model, inputs, device=self.device, leaves=self.leaves)
+                traced = trace(
+                    self.model, stand_ins(inputs), device=self.device, leaves=self.leaves
+                )
             self.cuts[signature] = self._cut(inputs, traced)
         return self.cuts[signature]
 
     def _signature(self, inputs: Any, mode: int) -> Any:
-        leaves = pytree.tree_leaves(inputs)
-        return (
-            tuple(
-                (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
-                for x in leaves
-            ),
-            mode,
-        )
+        return signature(inputs), mode
 
     def _cut(self, inputs: Any, traced: Trace) -> Cut:
-        assert not isinstance(self.plan.stages, int)
-        stage_of = stages_by_name(traced.graph, self.plan.stages, known=False)
-        crossing = crossings(traced.graph, stage_of)
-        if extra := set(crossing) - set(self.plan.chain):
-            raise PlanError(
-                f"inputs {describe(inputs)} make the model send values between stages "
-                f"{sorted(extra)}, which the plan's sample did not; give a sample of that shape"
-            )
-        blocks = [
-            [i for i, s in enumerate(stage_of) if s == stage] for stage in range(self.plan.depth)
-        ]
-        return Cut(traced, crossing, blocks)
+        return cut_up(traced, self.plan, self.model, self.draws, self.machine, describe(inputs))
 
-    def program(self, cut: Cut, stage: int) -> Program:
-        if stage not in cut.programs:
-            graph = cut.trace.graph
-            calls = self._calls(stage, cut)
-            sent = [n for (a, _), names in cut.crossing.items() if a == stage for n in names]
-            if stage == self.plan.depth - 1:
-                sent += graph.outputs
+    def bound(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Bound | None:
+        """This rank's place in a stage that is cut."""
+        if stage not in cut.laid:
+            return None
+        return cut.bind(stage, team, self.rank, self.transport, self.overlap)
+
+    def program(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Program:
+        bound = self.bound(cut, stage, team)
+        key = (stage,) if bound is None else (stage, *team)
+        if key not in cut.programs:
+            calls = cut.calls(stage)
             splits = any(s == stage for s, _ in self.put_off)
-            cut.programs[stage] = write(
+            cut.programs[key] = write(
                 cut.trace.record,
                 self.model,
                 calls,
-                tuple(dict.fromkeys(sent)),
-                self.draws.call,
+                tuple(cut.sent(stage)),
+                self.draws,
                 self.ledger.deferral if splits else None,
+                bound.runs if bound else None,
             )
-            cut.stash[stage] = graph.stash(cut.blocks[stage])
+            cut.stash[stage] = cut.trace.graph.stash(cut.blocks[stage])
             if any(c.region is not None or c.norms not in ((), (c.module,)) for c in calls):
                 cut.recomputed[stage] = [module for module, _ in self._norms(stage, cut)]
-        return cut.programs[stage]
+        return cut.programs[key]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]
@@ -212,11 +190,8 @@ class TorchAdapter:
 
     def _norms(self, stage: int, cut: Cut) -> list[tuple[nn.Module, int]]:
         """The layers of a stage that have running statistics, with how often each is called."""
-        uses = Counter(path for call in self._calls(stage, cut) for path in call.norms)
+        uses = Counter(path for call in cut.calls(stage) for path in call.norms)
         return [(self.model.get_submodule(path), times) for path, times in uses.items()]
-
-    def _calls(self, stage: int, cut: Cut) -> list[Call]:
-        return [call for block in cut.blocks[stage] for call in cut.trace.calls(block)]
 
     # --- compute ------------------------------------------------------------------------------
 
@@ -225,18 +200,18 @@ class TorchAdapter:
     ) -> dict[str, Tensor]:
         i = micro_batch
         cut = self.of[i]
-        program = self.program(cut, stage)
+        team = self.plan.team_for(stage, i)
+        program, bound = self.program(cut, stage, team), self.bound(cut, stage, team)
         kept = Kept({}, None, {}, (), [] if self.training and (stage, i) in self.put_off else None)
-        arguments = self._arguments(cut, stage, i, program, received, kept)
+        arguments = self._arguments(cut, stage, i, program, received, kept, bound)
         self.draws.at(self.step, i)
         self.ledger.page = kept.page
-        statistics = self.statistics.get(stage)
-        around = statistics.during(self.position[i]) if statistics else nullcontext()
-        with around, self._autocast():
+        slabs = Slabs(self.weight_storages) if bound is not None and self.training else None
+        with self._around(stage, i, bound, slabs):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage == self.plan.depth - 1:
-                self._arrive(cut, i, results, kept)
+                self._arrive(cut, i, results, kept, bound)
         self.ledger.page = None
         if self.training:
             sent = {n for (a, _), names in cut.crossing.items() if a == stage for n in names}
@@ -244,8 +219,27 @@ class TorchAdapter:
                 n: get_gradient_edge(t) for n, t in results.items() if n in sent and t.requires_grad
             }
             self.kept[stage, i] = kept
-        self.stash_bytes[stage, i] = cut.stash[stage] if self.training else 0
+        stash = cut.stash[stage] if slabs is None else slabs.bytes
+        self.stash_bytes[stage, i] = stash if self.training else 0
         return {name: tensor.detach() for name, tensor in results.items()}
+
+    @contextmanager
+    def _around(
+        self, stage: int, i: int, bound: Bound | None, slabs: Slabs | None
+    ) -> Iterator[None]:
+        """What a forward runs in: statistics in order, autocast, and an eye on what is kept."""
+        with ExitStack() as stack:
+            if stage in self.statistics:
+                stack.enter_context(self.statistics[stage].during(self.position[i]))
+            stack.enter_context(self._autocast())
+            if bound is not None and slabs is not None:
+                bound.memory.now = slabs
+                stack.enter_context(slabs.watching())
+            try:
+                yield
+            finally:
+                if bound is not None:
+                    bound.memory.now = None
 
     def _arguments(
         self,
@@ -255,6 +249,7 @@ class TorchAdapter:
         program: Program,
         received: dict[str, Tensor],
         kept: Kept,
+        bound: Bound | None,
     ) -> list[Tensor]:
         """The stage's inputs: the model's own, or what was received, ready for a gradient."""
         graph = cut.trace.graph
@@ -263,7 +258,8 @@ class TorchAdapter:
         wants, arguments = [], []
         for name in program.inputs:
             if name in graph.inputs:
-                x = own[graph.inputs.index(name)]
+                box = bound.box(name) if bound else None
+                x = read_box(own[graph.inputs.index(name)], box)
                 x = x.to(self.device, non_blocking=True)
                 arguments.append(x.clone() if name in mutated else x)
                 continue
@@ -277,7 +273,9 @@ class TorchAdapter:
         kept.wants = tuple(wants)
         return arguments
 
-    def _arrive(self, cut: Cut, i: int, results: dict[str, Tensor], kept: Kept) -> None:
+    def _arrive(
+        self, cut: Cut, i: int, results: dict[str, Tensor], kept: Kept, bound: Bound | None
+    ) -> None:
         """The last stage is through: the model's output, hence the loss or the prediction."""
         record = cut.trace.record
 
@@ -292,13 +290,23 @@ class TorchAdapter:
         if not self.training or self.loss is None:
             self.outputs[i] = output
             return
-        target = pytree.tree_map(self._to_device, self.batch.targets[i])
-        loss = self.loss(output, target)
+        loss = self._loss(cut, i, output, bound)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ShapeError(f"loss must give one number, the mean over a micro-batch; got {shape}")
         kept.loss = loss
         self.losses.append((i, loss.detach()))
+
+    def _loss(self, cut: Cut, i: int, output: Any, bound: Bound | None) -> Any:
+        assert self.loss is not None
+        target = self.batch.targets[i]
+        if bound is not None and any(n in bound.laid.layouts for n in cut.trace.record.outputs):
+            names = [x.name for x in leaves_of(cut.trace.record.output)]
+            values, known = cut.trace.graph.value, cut.losses
+            place = (self.draws, self.device, known)
+            return cut_loss(self.loss, values, names, bound, output, target, *place)
+        target = pytree.tree_map(lambda x: self._to_device(read_box(x, None)), target)
+        return self.loss(output, target)
 
     def _to_device(self, x: Any) -> Any:
         return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
@@ -315,7 +323,8 @@ class TorchAdapter:
         roots = [edge for name, edge in kept.edges.items() if name in summed]
         seeds: list[Tensor | None] = [summed[name] for name in kept.edges if name in summed]
         if kept.loss is not None and kept.loss.requires_grad:
-            weight = self.scale * self.batch.sizes[i] / self.batch.samples
+            # Every rank of a team has the loss, and backward on all of them adds up.
+            weight = self.scale * self.batch.sizes[i] / self.batch.samples / self._team_size(i)
             roots.append(get_gradient_edge(kept.loss))
             seeds.append(torch.full_like(kept.loss, weight))
         kept.edges, kept.loss = {}, None
@@ -327,8 +336,12 @@ class TorchAdapter:
         found, kept.gradients = kept.gradients, {}
         for name in kept.wants:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
-                found[name] = self._empty(self.of[i].trace.graph.value[name]).zero_()
+                found[name] = self._zeros(i, stage, name)
         return found
+
+    def _team_size(self, i: int) -> int:
+        """How many ranks compute the loss of a micro-batch."""
+        return len(self.plan.team_for(self.plan.depth - 1, i))
 
     def weight(self, stage: int, micro_batch: int) -> None:
         kept = self.kept.pop((stage, micro_batch))
@@ -340,30 +353,90 @@ class TorchAdapter:
     def select(self, message: Message, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {v.name: tensors[v.name] for v in self.of[message.micro_batch].values(message)}
 
-    def pack(self, message: Message, tensors: dict[str, Tensor]) -> list[Tensor]:
-        values = self.of[message.micro_batch].values(message)
-        return [_flat(tensors[v.name], v) for v in values if v.bytes]
+    def passages(self, message: Message) -> list[tuple[Passage, bool]]:
+        """How each value of a message travels, and whether it is a gradient on its way back."""
+        cut, i = self.of[message.micro_batch], message.micro_batch
+        back = message.what == "gradient"
+        ends = (message.target, message.source) if back else (message.source, message.target)
+        teams = [self.plan.team_for(stage, i) for stage in ends]
+        return [(cut.passage(v, *ends, *teams), back) for v in cut.values(message)]
 
-    def buffers(self, message: Message) -> list[Tensor]:
-        values = self.of[message.micro_batch].values(message)
-        return [
-            torch.empty(v.bytes, dtype=torch.uint8, device=self.device) for v in values if v.bytes
-        ]
+    def pack(self, message: Message, tensors: dict[str, Tensor], target: int) -> list[Tensor]:
+        found = []
+        for passage, back in self.passages(message):
+            tensor, value = tensors[passage.value.name], passage.value
+            if not value.bytes:
+                continue
+            if passage.plain:
+                found.append(flat(tensor, value))
+                continue
+            held = (passage.want if back else passage.held)[self.rank]
+            ends = (target, self.rank) if back else (self.rank, target)
+            found += [piece(tensor, held, box) for box in passage.between(*ends)]
+        return found
 
-    def unpack(self, message: Message, buffers: list[Tensor]) -> dict[str, Tensor]:
-        found, arrived = {}, iter(buffers)
-        for value in self.of[message.micro_batch].values(message):
-            dtype = getattr(torch, value.dtype)
+    def buffers(self, message: Message, source: int) -> list[Tensor]:
+        found = []
+        for passage, back in self.passages(message):
+            ends = (self.rank, source) if back else (source, self.rank)
+            size = ITEMSIZE[passage.value.dtype]
+            for box in passage.between(*ends):
+                count = box.size * size
+                found.append(torch.empty(count, dtype=torch.uint8, device=self.device))
+        return found
+
+    def unpack(
+        self, message: Message, own: dict[str, Tensor] | None, arrived: dict[int, list[Tensor]]
+    ) -> dict[str, Tensor]:
+        boxes = {source: iter(buffers) for source, buffers in arrived.items()}
+        found = {}
+        for passage, back in self.passages(message):
+            value = passage.value
             if not value.bytes:
                 found[value.name] = self._empty(value)
+            elif passage.plain and own is not None:
+                found[value.name] = own[value.name]
+            elif passage.plain:
+                (buffers,) = boxes.values()
+                found[value.name] = shaped(next(buffers), value)
             else:
-                strides = value.strides if _dense(value) else _row_major(value.shape)
-                flat = next(arrived).view(dtype)
-                found[value.name] = flat.as_strided(value.shape, strides)
+                mine = None if own is None else own[value.name]
+                found[value.name] = self._assembled(passage, back, mine, boxes)
         return found
+
+    def _assembled(
+        self, passage: Passage, back: bool, own: Tensor | None, arrived: dict[int, Any]
+    ) -> Tensor:
+        """A value's part on this rank, out of boxes; on the way back they add up."""
+        value = passage.value
+        frame = (passage.held if back else passage.want)[self.rank]
+        make = torch.zeros if back else torch.empty
+        whole = make(frame.shape, dtype=getattr(torch, value.dtype), device=self.device)
+
+        def put(box: Box, part: Tensor) -> None:
+            here = whole[box.relative_to(frame).slices()] if box.start else whole
+            part = part.reshape(box.shape)
+            here.add_(part) if back else here.copy_(part)
+
+        for source in sorted({*arrived, self.rank}):
+            ends = (self.rank, source) if back else (source, self.rank)
+            for box in passage.between(*ends):
+                if source != self.rank:
+                    put(box, next(arrived[source]).view(whole.dtype))
+                elif own is not None:
+                    held = (passage.want if back else passage.held)[self.rank]
+                    put(box, own[box.relative_to(held).slices()] if box.start else own)
+        return whole
 
     def _empty(self, value: Value) -> Tensor:
         return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
+
+    def _zeros(self, i: int, stage: int, name: str) -> Tensor:
+        """No gradient for what a stage received."""
+        cut = self.of[i]
+        box = cut.boxes(stage, name, self.plan.team_for(stage, i), own=False)[self.rank]
+        dtype = getattr(torch, cut.trace.graph.value[name].dtype)
+        return torch.zeros(box.shape, dtype=dtype, device=self.device)
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -398,7 +471,10 @@ class TorchAdapter:
     def weighted_loss(self) -> float:
         """This rank's share of the step's loss."""
         samples = self.batch.samples
-        return sum(float(loss) * self.batch.sizes[i] / samples for i, loss in sorted(self.losses))
+        return sum(
+            float(loss) * self.batch.sizes[i] / samples / self._team_size(i)
+            for i, loss in sorted(self.losses, key=lambda pair: pair[0])
+        )
 
     # --- bytes and seconds --------------------------------------------------------------------
 
@@ -431,31 +507,3 @@ class TorchAdapter:
         stamp.synchronize()
         passed = self.first_stamp.elapsed_time(stamp) / 1e3
         return passed, passed
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
-def _dense(value: Value) -> bool:
-    """Whether the strides visit one block of memory, each element once, in any order of dims."""
-    step = 1
-    for stride, length in sorted(zip(value.strides, value.shape, strict=True)):
-        if length != 1:
-            if stride != step:
-                return False
-            step *= length
-    return True
-
-
-def _flat(tensor: Tensor, value: Value) -> Tensor:
-    """The tensor's memory as bytes, in the order that the value's strides say."""
-    strides = value.strides if _dense(value) else _row_major(value.shape)
-    if tensor.stride() != strides:
-        copy = torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=tensor.device)
-        tensor = copy.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from gems.graph import Value, Weight
 
@@ -56,6 +57,7 @@ class Call:
     grad: bool = True
     autocast: tuple[bool, torch.dtype] | None = None
     random: bool = False
+    pointwise: bool = False  # every cell by itself
     region: int | None = None
     saves: dict[int, int] = field(default_factory=dict)
     flops: int = 0
@@ -102,3 +104,9 @@ def tensors_in(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
     elif isinstance(result, (tuple, list)):
         for key, item in enumerate(result):
             yield from tensors_in(item, (*path, key))
+
+
+def leaves_of(output: Any) -> list[Ref]:
+    """The values in a model's output, in order."""
+    leaves = pytree.tree_leaves(output, is_leaf=is_place)
+    return [x for x in leaves if isinstance(x, Ref)]

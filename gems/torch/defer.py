@@ -43,7 +43,7 @@ class Ledger:
     def _run(self, module: nn.Module, deferred: Deferred, args: Any, kwargs: Any) -> Tensor:
         page = self.page
         wants = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        simple = len(args) == 1 and not kwargs and not _hooked(module)
+        simple = len(args) == 1 and not kwargs and not hooked(module)
         if page is None or not wants or not simple or not deferred.takes(args[0]):
             return module(*args, **kwargs)
         x = args[0]
@@ -195,7 +195,7 @@ DEFERRED: dict[type[nn.Module], Callable[[Any], Deferred | None]] = {
 }
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Hooks of a module or its parameters expect the ordinary course of things."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, kind, None) for kind in kinds):

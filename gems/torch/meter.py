@@ -23,6 +23,14 @@ AVERAGING = (
 )
 
 
+# Cell by cell, although ATen does not say so, or not about cells at all.
+HARMLESS = {
+    torch.ops.aten.detach, torch.ops.aten.alias, torch.ops.aten.clone, torch.ops.aten._to_copy,
+    torch.ops.aten.lift_fresh, torch.ops.aten.scalar_tensor, torch.ops.prim.device,
+    torch.ops.aten.hardswish, torch.ops.aten.hardswish_,
+}  # fmt: skip
+
+
 class CallMeter(TorchDispatchMode):
     """What one call does below Python: FLOPs, bytes moved, random numbers, tensors kept."""
 
@@ -33,12 +41,17 @@ class CallMeter(TorchDispatchMode):
     def clear(self) -> None:
         self.flops = self.moved = 0
         self.random = False
+        self.ops = 0
+        self.pointwise = True  # as long as all is
         self.written: list[int] = []  # storages of running averages
         self.saves: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.ops += 1
+        if func.overloadpacket not in HARMLESS:
+            self.pointwise &= torch.Tag.pointwise in func.tags
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket in AVERAGING and args[5]:  # training
             self.written += [storage_of(t) for t in args[3:5] if t is not None]

@@ -29,10 +29,13 @@ def tracked(module: nn.Module) -> bool:
 
 
 class Statistics:
-    """The running averages of one stage on one rank, during one step of n micro-batches."""
+    """The running averages of one stage on one rank, during one step of n micro-batches.
 
-    def __init__(self, uses: list[tuple[Any, int]], micro_batches: int) -> None:
-        self.n = micro_batches
+    `share` is this rank's part of what several take together: ranks of a team see the same.
+    """
+
+    def __init__(self, uses: list[tuple[Any, int]], micro_batches: int, share: float = 1.0) -> None:
+        self.n, self.share = micro_batches, share
         self.layers = [(module, calls) for module, calls in uses if tracked(module)]
         self.running = [r for m, _ in self.layers for r in (m.running_mean, m.running_var)]
         self.counts = [m.num_batches_tracked for m, _ in self.layers]
@@ -55,7 +58,9 @@ class Statistics:
         finally:
             self._install(self.running)
         later = self.n - 1 - position
-        weights = [self._weight(j, later) for j in range(len(self.layers)) for _ in range(2)]
+        weights = [
+            self.share * self._weight(j, later) for j in range(len(self.layers)) for _ in range(2)
+        ]
         torch._foreach_add_(self.sums, torch._foreach_mul(fresh, weights))
 
     def _install(self, running: list[Tensor]) -> None:

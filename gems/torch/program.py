@@ -6,7 +6,7 @@ hooks, train/eval and state-dict names stay theirs, and it forgets each value af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from gems.geometry import Box
 from gems.torch.calls import Attr, Call, Record, Ref, is_place
+from gems.torch.random import Draws
 
 Deferral = Callable[[nn.Module], Callable[..., Any] | None]
 
@@ -35,15 +37,17 @@ def write(
     model: nn.Module,
     calls: Sequence[Call],
     outputs: Sequence[str],
-    around_random: Callable[[str], Any],
+    draws: Draws,
     deferral: Deferral | None = None,
+    instead: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Program:
     """Compile `calls` into a function that gives `outputs`.
 
-    `around_random(call name)` is a context for calls that draw random numbers. `deferral` may
-    replace a module by a function that puts its weight gradient off.
+    `draws` gives random numbers to the calls that draw. `deferral` may
+    replace a module by a function that puts its weight gradient off; `instead` replaces calls by
+    name, with functions that see to random numbers themselves.
     """
-    writer = _Writer(record, model, around_random, deferral)
+    writer = _Writer(record, model, draws, deferral, instead or {})
     made = {name for call in calls for name in call.writes}
     inputs = tuple(dict.fromkeys(n for c in calls for n in c.reads if n not in made))
     inputs += tuple(n for n in outputs if n not in made and n not in inputs)
@@ -59,17 +63,18 @@ class _Writer:
         self,
         record: Record,
         model: nn.Module,
-        around_random: Callable[[str], Any],
+        draws: Draws,
         deferral: Deferral | None,
+        instead: Mapping[str, Callable[..., Any]],
     ) -> None:
-        self.record, self.model = record, model
-        self.around_random, self.deferral = around_random, deferral
+        self.record, self.model, self.instead = record, model, instead
+        self.draws, self.deferral = draws, deferral
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
             "_no_grad": torch.no_grad,
             "_grad": torch.enable_grad,
             "_autocast": torch.autocast,
-            "_random": around_random,
+            "_random": draws.call,
             "_checkpoint": torch_checkpoint.checkpoint,
             "_unflatten": pytree.tree_unflatten,
         }
@@ -146,7 +151,8 @@ class _Writer:
         if call.autocast is not None:
             enabled, dtype = call.autocast
             found.append(f"_autocast({self.device!r}, {self.bind(dtype)}, enabled={enabled})")
-        if call.random:
+        drawn = call.name in self.instead or is_dropout(call, self.model)
+        if call.random and not drawn:
             found.append(f"_random({call.name!r})")
         return found
 
@@ -155,6 +161,10 @@ class _Writer:
         return self.record.device
 
     def _target(self, call: Call) -> str:
+        if call.name in self.instead:
+            return self.bind(self.instead[call.name])
+        if call.random and is_dropout(call, self.model):
+            return self.bind(self._dropout(call))
         if call.module is None:
             return self.bind(call.function)
         module = self.model.get_submodule(call.module)
@@ -162,6 +172,17 @@ class _Writer:
         if self.deferral and call.grad and call.region is None:
             put_off = self.deferral(module)
         return self.bind(put_off or module)
+
+    def _dropout(self, call: Call) -> Callable[..., torch.Tensor]:
+        """Dropout by the cell, so that it comes out the same wherever the tensor is cut."""
+        module = self.model.get_submodule(call.module) if call.module else None
+
+        def run(input: torch.Tensor, p: float = 0.5, **_: Any) -> torch.Tensor:
+            p = p if module is None else module.p  # type: ignore[assignment]
+            whole = Box((0,) * input.dim(), tuple(input.shape))
+            return self.draws.dropped(input, p, call.name, input.shape, whole)
+
+        return run
 
     def expression(self, x: Any) -> str:
         """Python for an argument: values by variable, weights by attribute, the rest as it was."""
@@ -196,6 +217,15 @@ class _Writer:
 
     def var(self, name: str) -> str:
         return self.variables.setdefault(name, f"v{len(self.variables)}")
+
+
+def is_dropout(call: Call, model: nn.Module) -> bool:
+    """Whether a call drops single cells, and nothing but its result is looked at."""
+    if any(new for _, new in call.mutates) or len(call.outs) != 1:
+        return False
+    if call.module is not None:
+        return type(model.get_submodule(call.module)) is nn.Dropout
+    return call.function is nn.functional.dropout
 
 
 def _last_uses(calls: Sequence[Call], outputs: tuple[str, ...]) -> dict[int, list[str]]:

@@ -278,7 +278,7 @@ class _Recorder(TorchFunctionMode):
             if path is not None and path not in self.whole and not _looks_at_values(error):
                 raise TraceError(f"{path} does not take its input: {_reason(error)}") from error
             inner = self.stack[-1] if self.stack else ""
-            raise _Unrecordable(inner, f"{path or _name_of(func)}: {_reason(error)}") from error
+            raise _Unrecordable(inner, f"{path or name_of(func)}: {_reason(error)}") from error
 
     def _watched(self, path: str | None, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a call might change: what it is given, and its module's buffers."""
@@ -297,7 +297,7 @@ class _Recorder(TorchFunctionMode):
         if path is not None:
             module = self.model.get_submodule(path)
             attrs += [self.attrs[id(t)] for t in (*module.parameters(), *module.buffers())]
-        name = self._unique(path if path is not None else self._within(_name_of(func)))
+        name = self._unique(path if path is not None else self._within(name_of(func)))
         state = self._autocast_state()
         call = Call(
             name=name,
@@ -321,6 +321,7 @@ class _Recorder(TorchFunctionMode):
             grad=torch.is_grad_enabled(),
             autocast=None if state == self.ambient else state,
             random=self.meter.random,
+            pointwise=self.meter.pointwise and self.meter.ops > 0,
             region=self.region,
             saves=self.meter.saves,
             flops=self.meter.flops,
@@ -472,7 +473,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.randn(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad)
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     owner = getattr(func, "__self__", None)
     name = getattr(func, "__name__", type(func).__name__)
     if name == "__get__" or name == "apply":

@@ -20,6 +20,7 @@ from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.estimate import estimate
 from gems.files import from_json
+from gems.geometry import Box
 from gems.plan import Plan
 from gems.planner.assign import assign, stages
 from gems.planner.search import explain, search
@@ -30,11 +31,13 @@ from gems.schedule.passes import forward_only, lower
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.batch import Batch, describe, split, tensors
-from gems.torch.calls import Ref
+from gems.torch.calls import Ref, leaves_of
+from gems.torch.cut import Cut
 from gems.torch.launch import connect, device_for
 from gems.torch.profile import measure
 from gems.torch.random import key
 from gems.torch.scale import LossScale
+from gems.torch.spatial.team import CHANNEL
 from gems.torch.trace import Trace, as_module, trace
 from gems.torch.weights import (
     Initialize,
@@ -79,6 +82,8 @@ class Trainer:
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
+    overlap      let convolutions of cut images compute while strips travel; on for GPUs, where
+                 messages do not take the time of the device that computes
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Trainer:
         initialize: Initialize | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
+        overlap: bool | None = None,
         transport: Transport | None = None,
     ) -> None:
         self.transport = transport or connect(backend)
@@ -107,6 +113,7 @@ class Trainer:
         self.device = torch.device(device) if device is not None else device_for(self.transport)
         self.loss, self.clip, self.accumulate, self.seed = loss, clip, accumulate, seed
         self.precision = precision
+        self.overlap = self.device.type == "cuda" if overlap is None else overlap
         self.memory = None if memory is None else machines.bytes_of(memory)
         self.machine = machines.machine(machine) if isinstance(machine, str) else machine
         self.steps = 0  # calls of `step` so far
@@ -161,7 +168,8 @@ class Trainer:
             )
         stage_of = stages(plan, traced.graph, blocks)
         self.plan = plan = assign(plan, traced.graph, blocks)
-        self.costs = of_stages(blocks, traced.graph, stage_of).over(self.machine.link)
+        whole = of_stages(blocks, traced.graph, stage_of).over(self.machine.link)
+        self.costs = whole.shared(plan.sizes)
         if schedule is None:
             self.schedule = lowered(plan, self.costs, self._stash_limit())
         elif any(action.way for _, action in schedule):
@@ -238,11 +246,15 @@ class Trainer:
         plan, transport = self.plan, self.transport
         rows = (self.schedule, forward_only(plan))
         links = {
-            (rank, plan.rank_for(a.peer, a.micro_batch))
+            (rank, other, 0)
             for schedule in rows
             for rank, a in schedule
             if a.way == ">"
+            for other in plan.team_for(a.peer, a.micro_batch)
+            if other != rank
         }
+        teams = {team for row in plan.teams for team in row}
+        links |= {(a, b, CHANNEL) for team in teams for a in team for b in team if a != b}
         groups = set(plan.holders) | {self.owned.holders[n] for n in self.owned.tied()}
         transport.prepare(sorted(groups), sorted(links))
         self.adapter = TorchAdapter(
@@ -256,6 +268,9 @@ class Trainer:
             device=self.device,
             precision=self.precision,
             seed=self.seed,
+            machine=self.machine,
+            transport=transport,
+            overlap=self.overlap,
             leaves=self.leaves,
         )
         self.engine = Engine(plan, self.schedule, self.adapter, transport)
@@ -422,9 +437,8 @@ class Trainer:
             if not size:
                 continue
             cut = self.adapter.of[i]
-            source = self.plan.rank_for(self.plan.depth - 1, i)
-            own = tensors(self.adapter.outputs.pop(i)) if source == self.rank else None
-            parts.append(self._shared(cut.trace, own, source))
+            own = tensors(self.adapter.outputs.pop(i)) if i in self.adapter.outputs else None
+            parts.append(self._shared(cut, own, self.plan.team_for(self.plan.depth - 1, i)))
         assert cut is not None
         sizes = [size for size in batch.sizes if size]
         joined = iter([_joined(pieces, sizes) for pieces in zip(*parts, strict=True)])
@@ -435,17 +449,26 @@ class Trainer:
         )
 
     def _shared(
-        self, traced: Trace, own: list[torch.Tensor] | None, source: int
+        self, cut: Cut, own: list[torch.Tensor] | None, team: tuple[int, ...]
     ) -> list[torch.Tensor]:
-        leaves = pytree.tree_leaves(traced.record.output, is_leaf=lambda x: isinstance(x, Ref))
+        """The outputs of one micro-batch, on every rank: each box from the rank that has it."""
         found = []
-        for at, ref in enumerate(x for x in leaves if isinstance(x, Ref)):
-            value = traced.graph.value[ref.name]
-            tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
-            if own is not None:
-                tensor.copy_(own[at])
-            if self.transport.world > 1:
-                self.transport.broadcast(tensor, source)
+        last = self.plan.depth - 1
+        for at, ref in enumerate(leaves_of(cut.trace.record.output)):
+            value = cut.trace.graph.value[ref.name]
+            dtype = getattr(torch, value.dtype)
+            tensor = torch.empty(value.shape, dtype=dtype)
+            boxes = cut.boxes(last, ref.name, team, own=True)
+            held = cut.boxes(last, ref.name, team, own=False)
+            for rank in _givers(boxes):
+                box = boxes[rank]
+                part = torch.empty(box.shape, dtype=dtype)
+                if rank == self.rank and own is not None:
+                    here = own[at]
+                    part.copy_(here[box.relative_to(held[rank]).slices()] if box.start else here)
+                if self.transport.world > 1:
+                    self.transport.broadcast(part, rank)
+                tensor[box.slices() if box.start else ...] = part
             found.append(tensor)
         return found
 
@@ -484,3 +507,12 @@ def _joined(pieces: Sequence[torch.Tensor], sizes: list[int]) -> torch.Tensor:
         f"(micro-batches have {sizes}) and differs between them, so it cannot be joined; let the "
         "model return it per sample, or predict with one micro-batch"
     )
+
+
+def _givers(boxes: Mapping[int, Box]) -> list[int]:
+    """One rank for each box that is not empty."""
+    first: dict[Box, int] = {}
+    for rank, box in boxes.items():
+        if not box.empty:
+            first.setdefault(box, rank)
+    return list(first.values())

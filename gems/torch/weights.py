@@ -190,11 +190,12 @@ def load_state(
 
 def unordered(plan: Plan, schedule: Schedule) -> set[int]:
     """The stages of which no rank sees all samples, in order."""
-    seen: dict[int, list[int]] = {stage: [] for stage in range(plan.depth)}
-    for _, action in schedule:
+    seen: dict[tuple[int, int], list[int]] = {}
+    for rank, action in schedule:
         if action.kind is Kind.FORWARD and action.computes:
-            seen[action.stage].append(action.micro_batch)
-    return {s for s, order in seen.items() if len(plan.holders[s]) > 1 or order != sorted(order)}
+            seen.setdefault((action.stage, rank), []).append(action.micro_batch)
+    several = {s for s in range(plan.depth) if len({row[s] for row in plan.teams}) > 1}
+    return several | {stage for (stage, _), order in seen.items() if order != sorted(order)}
 
 
 def refuse_unordered(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+Link = tuple[int, int, int]  # source, target, channel
+
 
 class Handle(Protocol):
     """Something under way."""
@@ -18,19 +20,20 @@ class Transport(Protocol):
     """Moves flat buffers between ranks. A buffer under way belongs to the transport until `wait`.
 
     Messages from one rank to another arrive in the order in which they were sent, and must be
-    asked for in that order. Sums over the same ranks must be issued in the same order by all.
+    asked for in that order, on each channel by itself: a link is (source, target, channel). Sums
+    over the same ranks must be issued in the same order by all.
     """
 
     rank: int
     world: int
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
+    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
         """Set up what will be used; all ranks call it with the same arguments."""
         ...
 
-    def send(self, buffer: Any, target: int) -> Handle: ...
+    def send(self, buffer: Any, target: int, channel: int = 0) -> Handle: ...
 
-    def receive(self, buffer: Any, source: int) -> Handle: ...
+    def receive(self, buffer: Any, source: int, channel: int = 0) -> Handle: ...
 
     def add_up(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
         """Sum `buffer` over `ranks`, in place, the same bits on all of them."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gems.errors import GemsError, PeerError
-from gems.transport.core import Done, Handle
+from gems.transport.core import Done, Handle, Link
 
 
 class World:
@@ -17,9 +17,9 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.mail: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
-        self.posted: dict[tuple[int, int], int] = defaultdict(int)
-        self.taken: dict[tuple[int, int], int] = defaultdict(int)
+        self.mail: dict[Link, deque[Any]] = defaultdict(deque)
+        self.posted: dict[Link, int] = defaultdict(int)
+        self.taken: dict[Link, int] = defaultdict(int)
         self.meetings: dict[Any, dict[int, Any]] = {}
         self.failed: tuple[int, BaseException] | None = None
 
@@ -38,8 +38,8 @@ class World:
 class _Arrival:
     """A posted receive. Receives of one link are served in the order in which they were posted."""
 
-    def __init__(self, local: Local, buffer: Any, source: int) -> None:
-        self.local, self.buffer, self.link = local, buffer, (source, local.rank)
+    def __init__(self, local: Local, buffer: Any, source: int, channel: int) -> None:
+        self.local, self.buffer, self.link = local, buffer, (source, local.rank, channel)
         with local.shared.changed:
             self.turn = local.shared.posted[self.link]
             local.shared.posted[self.link] += 1
@@ -108,17 +108,17 @@ class Local:
         self.meetings: dict[tuple[int, ...], int] = defaultdict(int)
         self.gathered = 0
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
+    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
         return None
 
-    def send(self, buffer: Any, target: int) -> Handle:
+    def send(self, buffer: Any, target: int, channel: int = 0) -> Handle:
         with self.shared.changed:
-            self.shared.mail[self.rank, target].append(buffer.clone())
+            self.shared.mail[self.rank, target, channel].append(buffer.clone())
             self.shared.changed.notify_all()
         return Done()
 
-    def receive(self, buffer: Any, source: int) -> Handle:
-        return _Arrival(self, buffer, source)
+    def receive(self, buffer: Any, source: int, channel: int = 0) -> Handle:
+        return _Arrival(self, buffer, source, channel)
 
     def add_up(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
         return _Meeting(self, buffer, ranks) if len(ranks) > 1 else Done()

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 from gems.errors import PeerError
-from gems.transport.core import Done, Handle
+from gems.transport.core import Done, Handle, Link
 from gems.transport.sockets import hang_up, open_sockets
 
+TAGS = 1 << 20  # per channel
 SAME = "All ranks must be given the same model, sample and plan"
 Lost = Callable[[str, BaseException], PeerError]
 
@@ -63,10 +64,10 @@ class TorchDist:
         self.owner = owner
         self.failed: BaseException | None = None
         self.connections: dict[int, str] = {}  # of our groups
-        self.counts: dict[tuple[int, int], int] = defaultdict(int)
+        self.counts: dict[Link, int] = defaultdict(int)
         self.everyone = tuple(range(self.world))
         self.groups: dict[tuple[int, ...], Any] = {}
-        self.links: dict[tuple[int, int], Any] = {}
+        self.links: dict[Link, Any] = {}
         self.groups[self.everyone] = self._group(self.everyone)
         # Small things (losses, shapes, names) never touch the device.
         gloo = self.backend == "gloo"
@@ -82,7 +83,7 @@ class TorchDist:
         self.connections |= dict(open_sockets().items() - before)
         return group
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
+    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
         # A new group waits for its members without noticing that one died, or failed and is
         # elsewhere: first see that all have come here, to prepare the same.
         mine = (tuple(groups), tuple(links))
@@ -97,10 +98,10 @@ class TorchDist:
         if self.backend == "nccl":
             for link in sorted(set(links)):
                 if link not in self.links:
-                    self.links[link] = self._group(sorted(link))
+                    self.links[link] = self._group(sorted(link[:2]))
 
-    def send(self, buffer: torch.Tensor, target: int) -> Handle:
-        link = (self.rank, target)
+    def send(self, buffer: torch.Tensor, target: int, channel: int = 0) -> Handle:
+        link = (self.rank, target, channel)
         group, tag = self._link(link)
         host = self._host(buffer)
         if host is not buffer:
@@ -111,8 +112,8 @@ class TorchDist:
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def receive(self, buffer: torch.Tensor, source: int) -> Handle:
-        link = (source, self.rank)
+    def receive(self, buffer: torch.Tensor, source: int, channel: int = 0) -> Handle:
+        link = (source, self.rank, channel)
         group, tag = self._link(link)
         host = self._host(buffer)
         after = None if host is buffer else lambda: buffer.copy_(host, non_blocking=True)
@@ -180,11 +181,11 @@ class TorchDist:
                 dist.destroy_process_group(group)
         self.groups, self.links, self.host = {}, {}, None
 
-    def _link(self, link: tuple[int, int]) -> tuple[Any, int]:
+    def _link(self, link: Link) -> tuple[Any, int]:
         """The group and the tag of the next message of a link."""
         self.counts[link] += 1
         group = self.links.get(link, self.groups[self.everyone])
-        return group, self.counts[link] % (1 << 20)
+        return group, self.counts[link] % TAGS + TAGS * link[2]
 
     def _host(self, buffer: torch.Tensor) -> torch.Tensor:
         """gloo reads host memory only: a buffer on a device crosses through a pinned one."""

@@ -15,8 +15,9 @@ def order(plan: Plan) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(plan.ranks)]
     for i in range(plan.micro_batches):
         replica = plan.replica_of(i)
-        for stage in range(plan.depth):
-            rows[plan.rank_of(stage, replica)].append(Action(Kind.FORWARD, stage, i, replica))
-        for stage in reversed(range(plan.depth)):
-            rows[plan.rank_of(stage, replica)].append(Action(Kind.BACKWARD, stage, i, replica))
+        forward = [Action(Kind.FORWARD, stage, i, replica) for stage in range(plan.depth)]
+        backward = [Action(Kind.BACKWARD, stage, i, replica) for stage in range(plan.depth)]
+        for action in (*forward, *reversed(backward)):
+            for rank in plan.team_of(action.stage, replica):
+                rows[rank].append(action)
     return Schedule(tuple(map(tuple, rows)))

@@ -1,0 +1,96 @@
+"""Measure steps on cut images: one process, GEMS over tiles, and cores that share nothing.
+
+python -m benchmarks.spatial.run --repeats 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.pipeline.ranks import Ranks
+from benchmarks.spatial.networks import WORK
+from benchmarks.spatial.steps import PLANS, ours, plain, traffic
+
+
+def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
+    with Ranks(1) as one, Ranks(2) as two:
+        rows: list[dict[str, Any]] = [
+            {"name": "plain", "run": lambda: one.run(plain, work)},
+            {"name": "gems one rank", "run": lambda: one.run(ours, work, "gems one rank")},
+            {"name": "apart", "run": lambda: two.run(plain, work, 2)},
+        ]
+        rows += [
+            {"name": name, "run": lambda name=name: two.run(ours, work, name)}
+            for name in PLANS
+            if name != "gems one rank"
+        ]
+        for row in rows:
+            row["run"]()  # warm
+        for row in rows:
+            name = row["name"]
+            ranks = one if name in ("plain", "gems one rank") else two
+            if name in ("plain", "apart"):
+                found = ranks.run(plain, work, 2 if name == "apart" else 1, True)
+            else:
+                found = ranks.run(ours, work, name, True)
+                row["traffic"] = ranks.run(traffic, work, name)[0]
+            row["peak"] = max(bytes for bytes, _ in found)
+            row["wall"], row["cpu"] = [], []
+        for _ in range(repeats):
+            for row in rows:
+                answers = row["run"]()
+                row["wall"].append(max(wall for wall, _ in answers))
+                row["cpu"].append(max(cpu for _, cpu in answers))
+    for row in rows:
+        del row["run"]
+    return rows
+
+
+def table(work: str, rows: list[dict[str, Any]]) -> str:
+    base = rows[0]
+    lines = [
+        f"**{work}**",
+        "",
+        "| | wall s | x | CPU s, busiest rank | x | peak MB | messages | MB sent |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["name"]]
+        for series in ("wall", "cpu"):
+            ratio = median(a / b for a, b in zip(base[series], row[series], strict=True))
+            cells += [f"{median(row[series]):.3f}", f"{ratio:.2f}"]
+        cells.append(f"{row['peak'] / 1e6:.0f}")
+        messages, sent = row.get("traffic", (0, 0))
+        cells += [str(messages or ""), f"{sent / 1e6:.2f}" if sent else ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7, help="turns each contestant takes")
+    parser.add_argument("--work", nargs="+", default=list(WORK), help="which networks")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/spatial.json"))
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+    }
+    for work in args.work:
+        report[work] = rows = rows_of(work, args.repeats)
+        print(table(work, rows), end="\n\n", flush=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

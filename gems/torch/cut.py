@@ -1,0 +1,224 @@
+"""The model cut for one input signature: into stages, and stages into boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gems.errors import PlanError
+from gems.geometry import Box
+from gems.graph import Value, crossings
+from gems.grid import Grid
+from gems.layout import Layout, even
+from gems.machine import Machine
+from gems.plan import Plan
+from gems.planner.assign import stages_by_name
+from gems.schedule.core import Message
+from gems.torch.calls import Call
+from gems.torch.junction import Passage, whole
+from gems.torch.program import Program
+from gems.torch.random import Draws
+from gems.torch.spatial.stage import (
+    Bound,
+    Laid,
+    Uncuttable,
+    bind,
+    cheapest,
+    lay_out,
+    spatial_dims,
+    traffic,
+)
+from gems.torch.spatial.team import Team
+from gems.torch.trace import Trace
+from gems.transport.core import Transport
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Cut:
+    """The model cut into the plan's stages, and what is known about each of them."""
+
+    trace: Trace
+    plan: Plan
+    model: nn.Module
+    draws: Draws
+    machine: Machine
+    crossing: dict[tuple[int, int], tuple[str, ...]]
+    blocks: list[list[int]]
+    laid: dict[int, Laid] = field(default_factory=dict)  # stages that are cut into boxes
+    bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
+    programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+    stash: dict[int, int] = field(default_factory=dict)
+    trained: dict[frozenset[str], set[str]] = field(default_factory=dict)
+    recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
+    losses: dict[Any, Any] = field(default_factory=dict)
+    passages: dict[tuple[Any, ...], Passage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for stage, grid in enumerate(self.plan.grids):
+            if grid.size > 1:
+                self.laid[stage] = self._lay_out(stage, grid)
+
+    # --- stages ---------------------------------------------------------------------------------
+
+    def calls(self, stage: int) -> list[Call]:
+        return [call for block in self.blocks[stage] for call in self.trace.calls(block)]
+
+    def sent(self, stage: int) -> list[str]:
+        """The values that a stage gives away: to other stages, or as the model's output."""
+        found = [n for (a, _), names in self.crossing.items() if a == stage for n in names]
+        if stage == self.plan.depth - 1:
+            found += self.trace.graph.outputs
+        return list(dict.fromkeys(found))
+
+    def trained_by(self, outputs: frozenset[str]) -> set[str]:
+        if outputs not in self.trained:
+            self.trained[outputs] = self.trace.record.trained_by(outputs)
+        return self.trained[outputs]
+
+    def values(self, message: Message) -> list[Value]:
+        """What a message carries; gradients travel the same way back, for what has one."""
+        graph = self.trace.graph
+        if message.what == "output":
+            names = self.crossing.get((message.source, message.target), ())
+            return [graph.value[n] for n in names]
+        names = self.crossing.get((message.target, message.source), ())
+        return [graph.value[n] for n in names if graph.value[n].grad]
+
+    # --- boxes ----------------------------------------------------------------------------------
+
+    def _lay_out(self, stage: int, grid: Grid) -> Laid:
+        calls = self.calls(stage)
+        made = {n for call in calls for n in call.writes}
+        read = [n for call in calls for n in call.reads if n not in made]
+        read += [n for n in self.sent(stage) if n not in made]
+        entering = {n: x for n in dict.fromkeys(read) if (x := self._entering(n, grid)) is not None}
+
+        def make(fused: int) -> Laid:
+            return lay_out(self.trace.record, self.model, calls, entering, self.draws, fused=fused)
+
+        try:
+            if self.plan.halo == "d1":
+                return make(1)
+            return make(self.plan.fused_layers) if self.plan.fused_layers else self._best(make)
+        except Uncuttable as error:
+            raise PlanError(self._refusal(stage, grid, error)) from error
+
+    def _best(self, make: Any) -> Laid:
+        """Layers fetch together while the messages saved cost more than the work done twice."""
+        device, link = self.machine.device, self.machine.link
+        rate = device.flops * device.compute_efficiency
+
+        def price(laid: Laid) -> float:
+            sent = traffic(laid.fetches())
+            messages = sum(link.seconds(0) * m + 4 * n / link.bandwidth for m, n in sent[:1])
+            again = sum(
+                call.flops * (times - 1)
+                for call, times in zip(laid.calls, laid.extra(), strict=True)
+            )
+            return messages + again / rate
+
+        return cheapest(make, price)
+
+    def _entering(self, name: str, grid: Grid) -> Layout | None:
+        """How a value that a stage reads is cut on arrival; None: every rank gets all of it."""
+        value = self.trace.graph.value[name]
+        shape = value.shape
+        real = tuple(n for n in grid.shape if n > 1)
+        if grid.batch > 1:
+            samples = self.trace.graph.value[self.trace.graph.inputs[0]].shape[0]
+            return even(shape, (0,), real) if shape and shape[0] == samples else None
+        source = self._source(name)
+        before = source.layouts.get(name) if source is not None else None
+        if source is not None and before is None:
+            return None  # every rank of a cut stage has all of it, so it is no image any more
+        dims = spatial_dims(len(shape), grid.tiles)
+        if dims is None:
+            return None
+        if before is not None and before.dims[-1] == len(shape) - 2 and before.dims[0] > 0:
+            dims = tuple(d - 1 for d in dims)  # channels come last
+        dims = tuple(d for d, n in zip(dims, grid.tiles, strict=True) if n > 1)
+        if before is not None and (before.dims, before.grid) == (dims, real):
+            return Layout(shape, dims, before.own, before.own)
+        return even(shape, dims, real)
+
+    def _source(self, name: str) -> Laid | None:
+        """The cut stage that makes a value, if it is one."""
+        producer = self.trace.graph.producer.get(name)
+        if producer is None:
+            return None
+        stage = next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
+        return self.laid.get(stage)
+
+    def _refusal(self, stage: int, grid: Grid, error: Uncuttable) -> str:
+        names = [call.name for call in self.calls(stage)]
+        at = names.index(error.call.name)
+        before = (
+            f"the last that can be cut is {names[at - 1]}: let stage {stage} end there and leave "
+            f"{error.call.name} to a stage that is not cut"
+            if at
+            else f"let the spatial stages end before stage {stage}"
+        )
+        return (
+            f"stage {stage} is cut {grid}, but {error}; an exact cut of it does not exist or is "
+            f"not known. Cut fewer layers: {before}"
+        )
+
+    def bind(
+        self, stage: int, team: tuple[int, ...], rank: int, transport: Transport, overlap: bool
+    ) -> Bound:
+        """A cut stage on one rank of one of its teams."""
+        key = (stage, *team)
+        if key not in self.bound:
+            grid = tuple(n for n in self.plan.grids[stage].shape if n > 1)
+            place = Team(grid, team, team.index(rank), transport, overlap)
+            self.bound[key] = bind(self.laid[stage], place)
+        return self.bound[key]
+
+    def boxes(self, stage: int, name: str, team: Sequence[int], *, own: bool) -> dict[int, Box]:
+        """What each rank of a team has of a value in a stage."""
+        layout = self.laid[stage].layouts.get(name) if stage in self.laid else None
+        if layout is None:
+            return whole(self.trace.graph.value[name], team)
+        found = layout.own_boxes() if own else layout.boxes()
+        return dict(zip(team, found, strict=True))
+
+    def passage(
+        self, value: Value, source: int, target: int, givers: Sequence[int], takers: Sequence[int]
+    ) -> Passage:
+        """How a value gets from one stage to another."""
+        key = (value.name, source, target, *givers, -1, *takers)
+        if key not in self.passages:
+            self.passages[key] = Passage(
+                value,
+                self.boxes(source, value.name, givers, own=True),
+                self.boxes(source, value.name, givers, own=False),
+                self.boxes(target, value.name, takers, own=False),
+            )
+        return self.passages[key]
+
+
+def cut_up(
+    traced: Trace,
+    plan: Plan,
+    model: nn.Module,
+    draws: Draws,
+    machine: Machine,
+    shown: str,
+) -> Cut:
+    """The recorded model, cut as the plan says. `shown` names the inputs in errors."""
+    assert not isinstance(plan.stages, int)
+    stage_of = stages_by_name(traced.graph, plan.stages, known=False)
+    crossing = crossings(traced.graph, stage_of)
+    if extra := set(crossing) - set(plan.chain):
+        raise PlanError(
+            f"inputs {shown} make the model send values between stages "
+            f"{sorted(extra)}, which the plan's sample did not; give a sample of that shape"
+        )
+    blocks = [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(plan.depth)]
+    return Cut(traced, plan, model, draws, machine, crossing, blocks)

@@ -1,0 +1,332 @@
+"""Calls that move cells about: concatenation, padding, cropping, reshaping, pixel shuffle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gems.layout import Layout
+from gems.torch.spatial.border import Bent, bordered
+from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, refs, rule, same
+from gems.windows import Grow, Same, Shrink, Slide, Window
+
+Tensor = torch.Tensor
+
+
+def one_place(ask: Ask, x: Any, dims: Sequence[int], windows: Sequence[Window], bind: Any) -> Rule:
+    """A rule for calls with one cut input; all results are cut the same way."""
+    layout = ask.primary(x)
+    outs = {n: layout.follow(ask.shape(n), tuple(dims), windows) for n in ask.call.writes}
+    return Rule(outs, {x.name: tuple(windows)}, bind)
+
+
+def fetched(ask: Ask, x: Any, dims: Sequence[int]) -> Rule:
+    """A call that works along uncut dims only: it runs as it is, on what is here."""
+
+    def bind(site: Site) -> Run:
+        return site.mapped(site.original, lambda place: site.fetch(place, None))
+
+    return one_place(ask, x, dims, same(ask.primary(x)), bind)
+
+
+# --- concatenation and pieces ---------------------------------------------------------------------
+
+
+def _cat(tensors: Any, dim: int = 0, axis: Any = None) -> None: ...
+
+
+@rule(("cat", "concat", "concatenate"))
+def concatenate(ask: Ask) -> Rule:
+    """Along a dim that is not cut; parts that are cut differently are brought in line first."""
+    a = ask.named(_cat)
+    dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(ask.shape(ask.out))
+    first = _alike(ask, a["tensors"])
+    if dim in first.dims:
+        raise NoCut(f"joins tensors along dim {dim}, which is cut")
+    return _joined_along(ask, first, first.dims)
+
+
+def _alike(ask: Ask, tensors: Any) -> Layout:
+    """The first of some tensors, all of which must be cut along the same dims."""
+    first = ask.layouts[ask.cut[0]]
+    for ref in refs(tensors):
+        layout = ask.layout(ref)
+        if layout is None or layout.dims != first.dims:
+            raise NoCut("joins tensors of which some are cut and some are not")
+    return first
+
+
+def _joined_along(ask: Ask, first: Layout, dims: Sequence[int]) -> Rule:
+    windows = same(first)
+
+    def bind(site: Site) -> Run:
+        return site.mapped(site.original, lambda place: site.fetch(place, None))
+
+    outs = {ask.out: first.follow(ask.shape(ask.out), dims, windows)}
+    return Rule(outs, dict.fromkeys(ask.cut, windows), bind)
+
+
+@rule(("stack",))
+def stack(ask: Ask) -> Rule:
+    a = ask.named(_cat)
+    shape = ask.shape(ask.out)
+    dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(shape)
+    first = _alike(ask, a["tensors"])
+    return _joined_along(ask, first, [d + (d >= dim) for d in first.dims])
+
+
+@rule(("one_hot",))
+def one_hot(ask: Ask) -> Rule:
+    """A new last dim; it must be said how long it is, for no rank sees the largest class."""
+    x, *rest = (*ask.call.args, *ask.call.kwargs.values())
+    if not rest or not isinstance(rest[0], int) or rest[0] < 1:
+        raise NoCut("does not say how many classes there are")
+    return fetched(ask, x, ask.primary(x).dims)
+
+
+def _pieces(input: Any, count: Any = None, dim: int = 0, **kwargs: Any) -> None: ...
+
+
+@rule(("chunk", "split", "split_with_sizes", "tensor_split", "unbind"))
+def pieces(ask: Ask) -> Rule:
+    """Apart again, along a dim that is not cut."""
+    if ask.name == "unbind":
+        args = (*ask.call.args, *ask.call.kwargs.values())
+        x, dim = args[0], args[1] if len(args) > 1 else 0
+    else:
+        a = ask.named(_pieces)
+        x, dim = a["input"], a["dim"]
+    layout = ask.primary(x)
+    dim %= len(layout.shape)
+    if dim in layout.dims:
+        raise NoCut(f"takes a tensor apart along dim {dim}, which is cut")
+    gone = ask.name == "unbind"
+    return fetched(ask, x, [d - (gone and d > dim) for d in layout.dims])
+
+
+# --- borders and crops ----------------------------------------------------------------------------
+
+
+def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> None: ...
+
+
+MODES = {
+    "Constant": "constant", "Zero": "constant", "Reflection": "reflect",
+    "Replication": "replicate", "Circular": "circular",
+}  # fmt: skip
+PADS = [getattr(nn, f"{kind}Pad{n}d") for kind in MODES for n in (1, 2, 3)]
+
+
+@rule(("pad",), PADS)
+def pad(ask: Ask) -> Rule:
+    if ask.module is not None:
+        module: Any = ask.module
+        x, numbers = ask.call.args[0], module.padding
+        mode = next(m for kind, m in MODES.items() if type(ask.module).__name__.startswith(kind))
+        value = getattr(ask.module, "value", 0.0) if mode == "constant" else 0.0
+    else:
+        a = ask.named(_pad)
+        x, numbers, mode, value = a["input"], a["pad"], a["mode"], a["value"] or 0.0
+    layout = ask.primary(x)
+    rank = len(layout.shape)
+    before = {rank - 1 - k: int(n) for k, n in enumerate(numbers[::2])}
+    windows: list[Window] = []
+    for dim in layout.dims:
+        slide = Slide(padding=before.get(dim, 0))
+        bent = mode in ("reflect", "replicate")
+        windows.append(Bent(slide, layout.shape[dim], mode) if bent else slide)
+    left = [0 if rank - 1 - k // 2 in layout.dims else int(n) for k, n in enumerate(numbers)]
+
+    def bind(site: Site) -> Run:
+        fetch = bordered(site, x, mode, value)
+
+        def run(t: Tensor, *_: Any, **__: Any) -> Tensor:
+            t = fetch(t)
+            if not any(left):
+                return t
+            return F.pad(t, left, mode, value if mode == "constant" else None)
+
+        return run
+
+    return one_place(ask, x, layout.dims, windows, bind)
+
+
+@rule(("getitem",))
+def getitem(ask: Ask) -> Rule:
+    """Slices with positive steps; whole dims may also be picked or added where nothing is cut."""
+    x, index = ask.call.args
+    layout = ask.primary(x)
+    index = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(i, (slice, int, type(None), type(...))) for i in index):
+        raise NoCut("picks cells by a list or a mask")
+    used = sum(isinstance(i, (slice, int)) for i in index)
+    if ... in index:
+        at = index.index(...)
+        fill = (slice(None),) * (len(layout.shape) - used)
+        index = (*index[:at], *fill, *index[at + 1 :])
+    dim, out, windows, dims, local = 0, 0, {}, {}, []
+    for i in (*index, *(slice(None),) * (len(layout.shape) - dim_count(index))):
+        if i is None:
+            local.append(None)
+            out += 1
+            continue
+        if dim in layout.dims:
+            if isinstance(i, int):
+                raise NoCut(f"picks one cell along dim {dim}, which is cut")
+            start, _, step = i.indices(layout.shape[dim])
+            windows[dim], dims[dim] = Slide(stride=step, padding=-start), out
+            local.append(slice(None, None, step))
+        else:
+            local.append(i)
+        out += not isinstance(i, int)
+        dim += 1
+
+    def bind(site: Site) -> Run:
+        fetch, mine = site.fetch(x, None), tuple(local)
+        return lambda t, _: fetch(t)[mine]
+
+    return one_place(
+        ask, x, [dims[d] for d in layout.dims], [windows[d] for d in layout.dims], bind
+    )
+
+
+def dim_count(index: tuple[Any, ...]) -> int:
+    return sum(i is not None for i in index)
+
+
+def _narrow(input: Any, dim: int, start: Any, length: int) -> None: ...
+
+
+@rule(("narrow",))
+def narrow(ask: Ask) -> Rule:
+    a = ask.named(_narrow)
+    x, layout = a["input"], ask.primary(a["input"])
+    dim, start = a["dim"] % len(layout.shape), a["start"]
+    if dim not in layout.dims:
+        return fetched(ask, x, layout.dims)
+    if not isinstance(start, int):
+        raise NoCut("starts where a tensor says")
+    start %= layout.shape[dim]
+    windows = [Slide(padding=-start) if d == dim else Same() for d in layout.dims]
+
+    def bind(site: Site) -> Run:
+        fetch = site.fetch(x, None)
+        return lambda t, *_, **__: fetch(t)
+
+    return one_place(ask, x, layout.dims, windows, bind)
+
+
+# --- other shapes -------------------------------------------------------------------------------
+
+
+@rule(("permute", "transpose", "swapaxes", "swapdims", "movedim", "mT", "T", "t", "mH"))
+def permute(ask: Ask) -> Rule:
+    """The order of dims: seen from the strides that the recorded call gave to numbered dims."""
+    x = ask.call.args[0]
+    layout = ask.primary(x)
+    with torch.no_grad():
+        probe = torch.empty(tuple(range(2, 2 + len(layout.shape))))
+        rest = tuple(ask.call.args[1:])
+        function = ask.call.function
+        assert function is not None
+        seen = function(probe, *rest, **ask.call.kwargs)
+    order = [int(n) - 2 for n in seen.shape]
+    return fetched(ask, x, [order.index(d) for d in layout.dims])
+
+
+RESHAPES = (
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
+)  # fmt: skip
+
+
+@rule(RESHAPES, (nn.Flatten, nn.Unflatten))
+def reshape(ask: Ask) -> Rule:
+    """Cut dims may stay as they are, or be joined with the dims right behind them."""
+    x = ask.call.args[0]
+    layout, shape = ask.primary(x), ask.shape(ask.out)
+    dims, windows = [], []
+    for dim in layout.dims:
+        at, times = _kept(layout.shape, shape, dim)
+        dims.append(at)
+        windows.append(Grow(times) if times > 1 else Same())
+    if any(isinstance(w, Grow) for w in windows) and len(dims) > 1:
+        raise NoCut(f"joins dims of {layout.shape} of which several are cut")
+
+    def bind(site: Site) -> Run:
+        fetch, target = site.fetch(x, None), site.out().shape
+        return lambda t, *_, **__: fetch(t).reshape(target)
+
+    return one_place(ask, x, dims, windows, bind)
+
+
+def _kept(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int]:
+    """Where a dim is in another shape of the same cells, and how many cells each of its has."""
+    before = prod(old[:dim])
+    for at, size in enumerate(new):
+        if prod(new[:at]) == before and size % old[dim] == 0 and size > 1:
+            times = size // old[dim]
+            if times == 1 or times == prod(_joined(old, dim, times)):
+                return at, times
+    raise NoCut(f"reshapes {tuple(old)} to {tuple(new)}, in which dim {dim} is cut")
+
+
+def _joined(old: Sequence[int], dim: int, times: int) -> list[int]:
+    """The dims behind this one that together have so many cells."""
+    found = list(itertools.accumulate(old[dim + 1 :], initial=1, func=lambda a, b: a * b))
+    return list(old[dim + 1 : dim + 1 + found.index(times)]) if times in found else []
+
+
+def _shuffle(input: Any, upscale_factor: int) -> None: ...
+
+
+def _unshuffle(input: Any, downscale_factor: int) -> None: ...
+
+
+@rule(("pixel_shuffle",), (nn.PixelShuffle,))
+def pixel_shuffle(ask: Ask) -> Rule:
+    a = ask.named(_shuffle, ("upscale_factor",))
+    x, times = a["input"], int(a["upscale_factor"])
+    layout = ask.primary(x)
+    spatial = range(len(layout.shape) - 2, len(layout.shape))
+    windows = [Grow(times) if d in spatial else Same() for d in layout.dims]
+
+    def bind(site: Site) -> Run:
+        fetch, out = site.fetch(x, None), site.out()
+        crop = []
+        for axis, dim in enumerate(layout.dims):
+            if dim in spatial:
+                start = out.start[dim] - times * site.slab_span(x.name, axis)[0]
+                crop.append((dim, start, out.shape[dim]))
+
+        def work(a: dict[str, Any]) -> Tensor:
+            y = F.pixel_shuffle(fetch(a["input"]), times)
+            for dim, start, length in crop:
+                y = y.narrow(dim, start if length else 0, length)
+            return y
+
+        return site.named(_shuffle, work, "upscale_factor")
+
+    return one_place(ask, x, layout.dims, windows, bind)
+
+
+@rule(("pixel_unshuffle",), (nn.PixelUnshuffle,))
+def pixel_unshuffle(ask: Ask) -> Rule:
+    a = ask.named(_unshuffle, ("downscale_factor",))
+    x, times = a["input"], int(a["downscale_factor"])
+    layout = ask.primary(x)
+    spatial = range(len(layout.shape) - 2, len(layout.shape))
+    windows = [Shrink(times) if d in spatial else Same() for d in layout.dims]
+
+    def bind(site: Site) -> Run:
+        fetch = site.fetch(x, None)
+        return site.named(
+            _unshuffle, lambda a: F.pixel_unshuffle(fetch(a["input"]), times), "downscale_factor"
+        )
+
+    return one_place(ask, x, layout.dims, windows, bind)

@@ -1,0 +1,270 @@
+"""A stage over a grid of ranks: how every value is cut, who fetches what, what to call instead.
+
+Three passes over the recorded calls. Forward: each rule says how its results are cut. Backward: how
+much more than its own cells a rank must hold. Then every cut call is bound to this rank's place.
+
+With `d1` a rank holds its own cells and every layer fetches what it reads beyond them. With `d2` a
+run of layers fetches once, wide enough for the last of them, and computes the overlap twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from torch import nn
+
+from gems.geometry import Box, moves
+from gems.layout import Layout, Spans, clipped, hulls, read
+from gems.torch.calls import Call, Record
+from gems.torch.defer import hooked
+from gems.torch.random import Draws
+from gems.torch.spatial import norms, pointwise, resize, shapes, sums, windowed  # noqa: F401
+from gems.torch.spatial.pointwise import Broadcast
+from gems.torch.spatial.rule import (
+    OWN,
+    Ask,
+    Memory,
+    NoCut,
+    Rule,
+    Run,
+    Site,
+)
+from gems.torch.spatial.team import Exchange, Team
+from gems.windows import Same
+
+Price = Callable[["Laid"], float]
+
+
+class Uncuttable(Exception):
+    """A call that cannot be cut, and why."""
+
+    def __init__(self, call: Call, kind: str, why: str) -> None:
+        super().__init__(f"{call.name} ({kind}) {why}")
+        self.call = call
+
+
+@dataclass
+class Laid:
+    """A stage laid out over a grid: nothing is bound to a rank yet."""
+
+    calls: list[Call]
+    asks: list[Ask]
+    rules: list[Rule | None]  # None: whole on every rank
+    layouts: dict[str, Layout]
+    wants: list[dict[str, Spans]] = field(default_factory=list)
+
+    def extra(self) -> list[float]:
+        """For each call, how many cells are computed for one that is owned."""
+        found = []
+        for rule in self.rules:
+            out = next(iter(rule.outs), None) if rule else None
+            found.append(1.0 if out is None else _times(self.layouts[out]))
+        return found
+
+    def fetches(self) -> list[tuple[Layout, Spans]]:
+        """The exchanges of one forward: of what, and what is wanted."""
+        found = []
+        for rule, wants in zip(self.rules, self.wants, strict=True):
+            for name, spans in wants.items() if rule else ():
+                layout = self.layouts[name]
+                want = layout.boxes(clipped(spans, layout))
+                if any(w not in h for w, h in zip(want, layout.boxes(), strict=True)):
+                    found.append((layout, spans))
+        return found
+
+
+def _times(layout: Layout) -> float:
+    own = sum(box.size for box in layout.own_boxes())
+    return sum(box.size for box in layout.boxes()) / own if own else 1.0
+
+
+def lay_out(
+    record: Record,
+    model: nn.Module,
+    calls: Sequence[Call],
+    entering: Mapping[str, Layout],
+    draws: Draws,
+    *,
+    fused: int = 1,
+    given: Mapping[str, Layout] | None = None,
+) -> Laid:
+    """How `calls` run when the values that enter are cut like this.
+
+    What enters is delivered with all that is read of it; what is `given` is as it is. `fused` is
+    how many layers in a row fetch together: 1 is d1, more is d2.
+    """
+    laid = _cut(record, model, calls, {**entering, **(given or {})}, draws)
+    _widen(laid, set(entering), set(given or ()), fused)
+    return laid
+
+
+def cheapest(make: Callable[[int], Laid], price: Price, most: int = 16) -> Laid:
+    """The layout with the best number of layers that fetch together, by price."""
+    choices = [1, 2, 3, 4, 6, 8, 12, 16]
+    return min((make(n) for n in choices if n <= most), key=price)
+
+
+def _cut(
+    record: Record,
+    model: nn.Module,
+    calls: Sequence[Call],
+    entering: Mapping[str, Layout],
+    draws: Draws,
+) -> Laid:
+    layouts = dict(entering)
+    makers: dict[str, Ask] = {}
+    laid = Laid(list(calls), [], [], layouts)
+    weights = {**record.parameters, **record.buffers}
+    inplace: dict[str, str] = {}  # a value made by a change in place -> the value before
+    for call in calls:
+        module = None if call.module is None else model.get_submodule(call.module)
+        ask = Ask(call, module, record.values, dict(layouts), weights, makers, draws)
+        rule = None
+        if ask.cut:
+            try:
+                _in_place(call, inplace)
+                rule = _rule(ask)
+            except NoCut as why:
+                raise Uncuttable(call, ask.name, str(why)) from why
+            layouts.update(rule.outs)
+        for old, new in call.mutates:
+            for made in (new,) if new else call.writes:
+                inplace[made] = old
+        makers.update(dict.fromkeys(call.writes, ask))
+        laid.asks.append(ask)
+        laid.rules.append(rule)
+    return laid
+
+
+def _in_place(call: Call, chain: Mapping[str, str]) -> None:
+    """A change in place reaches all that see the memory; here only the value itself may."""
+    for old, _ in call.mutates:
+        known = {old}
+        while old in chain:
+            old = chain[old]
+            known.add(old)
+        if set(call.overwrites) - known - set(call.writes):
+            raise NoCut("changes in place what is also seen as another tensor")
+
+
+def _rule(ask: Ask) -> Rule:
+    make = ask.make
+    if make is None:
+        if not ask.call.pointwise:
+            raise NoCut("is not a layer that is known to have an exact cut")
+        if ask.call.random:
+            raise NoCut("draws random numbers for a part of a tensor")
+        return pointwise.pointwise(ask)
+    if ask.module is not None and hooked(ask.module) and not ask.call.pointwise:
+        raise NoCut("carries hooks, which expect to see the whole tensor")
+    if ask.module is not None and ask.call.kwargs and len(ask.call.args) != 1:
+        raise NoCut("is called with named arguments")
+    return make(ask)
+
+
+def _widen(laid: Laid, entering: set[str], given: set[str], fused: int) -> None:
+    """What every rank must hold of every value, from the last call to the first."""
+    segments = _segments(laid, fused)
+    made_in = {n: s for call, s in zip(laid.calls, segments, strict=True) for n in call.writes}
+    have = {n: (x.have if n in given else x.own) for n, x in laid.layouts.items()}
+    wants: list[dict[str, Spans]] = [{} for _ in laid.calls]
+    for at in reversed(range(len(laid.calls))):
+        rule = laid.rules[at]
+        if rule is None:
+            continue
+        out: Spans = ()
+        for name in rule.outs:
+            out = hulls(out, have[name]) if out else have[name]
+        have.update(dict.fromkeys(rule.outs, out))
+        for name, windows in rule.windows.items():
+            layout = laid.layouts[name]
+            own = windows == OWN
+            wants[at][name] = want = layout.own if own else read(out, windows)
+            # Whoever sends what enters the stage, or makes it in this run, gives all that is read.
+            if name in entering or made_in.get(name) == segments[at]:
+                have[name] = hulls(have[name], clipped(want, layout))
+    for name, layout in laid.layouts.items():
+        laid.layouts[name] = replace(layout, have=have[name])
+    laid.wants = wants
+
+
+def _segments(laid: Laid, fused: int) -> list[int]:
+    """Numbers the runs of calls in which only the first layer fetches."""
+    found, segment, wide = [], 0, 0
+    for rule in laid.rules:
+        reads = rule is not None and any(
+            not isinstance(w, (Same, Broadcast)) for ws in rule.windows.values() for w in ws
+        )
+        if reads or fused <= 1:
+            wide += 1
+            if wide > fused:
+                segment, wide = segment + 1, 1
+        found.append(segment)
+    return found
+
+
+# --- bound to a rank ------------------------------------------------------------------------------
+
+
+@dataclass
+class Bound:
+    """A stage on one rank of its team: what to call instead of each cut call."""
+
+    team: Team
+    laid: Laid
+    runs: dict[str, Run]
+    memory: Memory
+    exchanges: list[Exchange]
+
+    def box(self, name: str) -> Box | None:
+        """This rank's part of a value; None: all of it."""
+        layout = self.laid.layouts.get(name)
+        return None if layout is None else layout.boxes()[self.team.me]
+
+
+def bind(laid: Laid, team: Team) -> Bound:
+    memory, runs, exchanges = Memory(), {}, []
+    for ask, rule, wants in zip(laid.asks, laid.rules, laid.wants, strict=True):
+        if rule is None:
+            continue
+        site = Site(team, ask, rule, laid.layouts, wants, memory)
+        runs[ask.call.name] = _forgetting(rule.bind(site), memory)
+        exchanges += site.sends
+    return Bound(team, laid, runs, memory, exchanges)
+
+
+def _forgetting(run: Run, memory: Memory) -> Run:
+    """A slab is known by its memory, which is somebody else's once its layer has run."""
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        found = run(*args, **kwargs)
+        if memory.now is not None:
+            memory.now.forget()
+        return found
+
+    return wrapped
+
+
+def spatial_dims(rank: int, grid: Sequence[int]) -> tuple[int, ...] | None:
+    """The dims of a tensor (samples, channels, ...) that a grid of tiles cuts: the last ones."""
+    if rank - 2 < len(grid):
+        return None
+    return tuple(range(rank - len(grid), rank))
+
+
+def traffic(fetches: Iterable[tuple[Layout, Spans]]) -> list[tuple[int, int]]:
+    """Messages and cells that each rank sends in forward for these fetches, as geometry says."""
+    found: list[list[int]] = []
+    for layout, spans in fetches:
+        boxes = layout.boxes()
+        found = found or [[0, 0] for _ in boxes]
+        pairs = set()
+        for move in moves(boxes, layout.boxes(clipped(spans, layout))):
+            if move.source != move.target:
+                pairs.add((move.source, move.target))
+                found[move.source][1] += prod(move.box.shape)
+        for source, _ in pairs:
+            found[source][0] += 1
+    return [(a, b) for a, b in found]

@@ -1,0 +1,81 @@
+"""What a cut stage keeps for backward: the rank's own part and the strips, never a second copy.
+
+A layer that reads beyond its tile runs on a slab, a copy of the tile with strips of its neighbours
+around it. Autograd would keep the slab; here it keeps the tile, which the layer before has anyway,
+and the strips, and puts them together again when backward asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gems.torch.meter import storage_of
+from gems.torch.spatial.team import Exchange
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Parts:
+    """A slab, taken apart."""
+
+    tile: Tensor
+    version: int
+    exchange: Exchange
+    strips: Sequence[Tensor]
+
+    def together(self) -> Tensor:
+        if self.tile._version != self.version:
+            raise RuntimeError(
+                f"a tensor needed for a gradient, of shape {tuple(self.tile.shape)}, has been "
+                "modified by an inplace operation; use one that is not in place"
+            )
+        return self.exchange.slab(self.tile, self.strips)
+
+
+class Slabs:
+    """The slabs of one forward, for as long as the layers that read them run."""
+
+    def __init__(self, weights: Set[int] = frozenset()) -> None:
+        self.weights = weights  # storages that are there anyway
+        self.known: dict[int, tuple[tuple[int, ...], Parts]] = {}
+        self.kept: dict[int, int] = {}  # storage -> bytes, of all that backward will need
+
+    def note(self, slab: Tensor, x: Tensor, exchange: Exchange, strips: Sequence[Tensor]) -> None:
+        parts = Parts(x.detach(), x._version, exchange, strips)
+        self.known[slab.data_ptr()] = (tuple(slab.shape), parts)
+
+    def forget(self) -> None:
+        """The layer has run: its slab's memory may become somebody else's."""
+        self.known.clear()
+
+    def pack(self, x: Tensor) -> Any:
+        shape, parts = self.known.get(x.data_ptr(), ((), None))
+        if parts is not None and tuple(x.shape) == shape and x.is_contiguous():
+            for part in (parts.tile, *parts.strips):
+                self._count(part)
+            return parts
+        self._count(x)
+        return x
+
+    def _count(self, x: Tensor) -> None:
+        if storage_of(x) not in self.weights:
+            self.kept[storage_of(x)] = x.untyped_storage().nbytes()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
+            yield
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kept.values())
+
+
+def _unpack(kept: Any) -> Tensor:
+    return kept.together() if isinstance(kept, Parts) else kept

@@ -1,0 +1,131 @@
+"""What a layer reads along one axis: outputs a..b need inputs lo..hi, whatever the layer.
+
+Every window answers two questions. `reads(a, b)`: which inputs do the outputs `a <= o < b` look at,
+where cells outside of the image mean its border. `follow(c)`: if the input is cut at c, where
+should the output be cut? Any answer is exact; a good one keeps most of what is read at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Span = tuple[int, int]
+
+
+class Window(Protocol):
+    def reads(self, a: int, b: int) -> Span:
+        """The inputs of the outputs a <= o < b, at least one; they may lie beyond the image."""
+        ...
+
+    def follow(self, c: int) -> int:
+        """Where to cut the output if the input is cut at c; not yet limited to its length."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """Every output reads the input at its own place."""
+
+    def reads(self, a: int, b: int) -> Span:
+        return a, b
+
+    def follow(self, c: int) -> int:
+        return c
+
+
+@dataclass(frozen=True)
+class Slide:
+    """A kernel slides over the input: convolution, pooling; also padding, cropping and steps.
+
+    ::
+
+        input    -1  0  1  2  3  4  5       kernel 3, stride 2, padding 1:
+        output 0  └──┴──┘                   output o reads 2 o - 1 ... 2 o + 1
+        output 1        └──┴──┘
+    """
+
+    kernel: int = 1
+    stride: int = 1
+    padding: int = 0  # before the first cell; negative where cells are cropped away
+    dilation: int = 1
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.kernel - 1)
+
+    def reads(self, a: int, b: int) -> Span:
+        return self.stride * a - self.padding, self.stride * (b - 1) - self.padding + self.reach + 1
+
+    def follow(self, c: int) -> int:
+        """The first output whose window's centre lies at or behind the cut."""
+        return -((1 - 2 * c - 2 * self.padding + self.reach) // (2 * self.stride))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Transposed convolution: input i writes outputs s i - p ... s i - p + d (k - 1)."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.kernel - 1)
+
+    def reads(self, a: int, b: int) -> Span:
+        low = -((self.reach - a - self.padding) // self.stride)
+        return low, max(low, (b - 1 + self.padding) // self.stride + 1)
+
+    def writes(self, lo: int, hi: int) -> Span:
+        """The outputs that the inputs lo <= i < hi write to."""
+        return self.stride * lo - self.padding, self.stride * (hi - 1) - self.padding + (
+            self.reach + 1
+        )
+
+    def follow(self, c: int) -> int:
+        return self.stride * c - self.padding + (self.reach + 1 - self.stride) // 2
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Each output lists its first and last input, both rising: resizing and adaptive pooling."""
+
+    first: Sequence[int]
+    last: Sequence[int]
+    length: int  # of the input
+
+    def reads(self, a: int, b: int) -> Span:
+        return self.first[a], self.last[b - 1] + 1
+
+    def follow(self, c: int) -> int:
+        return (2 * c * len(self.first) + self.length) // (2 * self.length)
+
+
+@dataclass(frozen=True)
+class Grow:
+    """Each input cell becomes `times` output cells: pixel shuffle."""
+
+    times: int
+
+    def reads(self, a: int, b: int) -> Span:
+        return a // self.times, -(-b // self.times)
+
+    def follow(self, c: int) -> int:
+        return c * self.times
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """`times` input cells become one output cell: the inverse of pixel shuffle."""
+
+    times: int
+
+    def reads(self, a: int, b: int) -> Span:
+        return a * self.times, b * self.times
+
+    def follow(self, c: int) -> int:
+        return (2 * c + self.times) // (2 * self.times)
