@@ -335,6 +335,15 @@ def test_a_wrong_input_is_blamed_on_the_layer_that_does_not_take_it() -> None:
         trace(Net(nn.Identity()), torch.empty(1, 7, 8, 8, dtype=torch.float64))
 
 
+def test_a_generator_of_the_models_own_is_refused() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(3, generator=torch.Generator().manual_seed(1))
+
+    with pytest.raises(TraceError, match=r"rand draws from a torch.Generator of the model's own"):
+        trace(Noisy(), torch.empty(2, 3))
+
+
 def test_an_output_without_tensors_is_refused() -> None:
     class Nothing(nn.Module):
         def forward(self, x: Tensor) -> str:

@@ -108,11 +108,6 @@ class Schedule:
         """Every action with its rank, rank by rank."""
         return ((rank, action) for rank, row in enumerate(self.ranks) for action in row)
 
-    @property
-    def compute(self) -> Schedule:
-        """The same order without messages and reductions."""
-        return Schedule(tuple(tuple(a for a in row if a.computes) for row in self.ranks))
-
 
 def parse(text: str) -> Schedule:
     """The schedule that `str()` wrote. Blank lines and `# comments` are passed over."""

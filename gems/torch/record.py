@@ -260,6 +260,8 @@ class _Recorder(TorchFunctionMode):
                 self.norms.append(path)
             before = [t._version for t in watched]
             result = self._metered(path, func, run)
+            if self.meter.random and path is None:
+                _refuse_own_generator(name_of(func), (args, kwargs))
             changed = [t for t, v in zip(watched, before, strict=True) if t._version != v]
             made = list(tensors_in(result))
             # Otherwise it gave a shape, a dtype, a flag: Python has that.
@@ -479,6 +481,15 @@ def name_of(func: Any) -> str:
     if name == "__get__" or name == "apply":
         name = getattr(owner, "__name__", name)
     return name.strip("_") or name
+
+
+def _refuse_own_generator(name: str, arguments: Any) -> None:
+    """What a generator of the model's own gives depends on who drew from it before."""
+    if any(isinstance(x, torch.Generator) for x in pytree.tree_leaves(arguments)):
+        raise TraceError(
+            f"{name} draws from a torch.Generator of the model's own, so its numbers would depend "
+            "on the plan; leave the generator out: GEMS keys the default one by step and call"
+        )
 
 
 def _looks_at_values(error: BaseException) -> bool:

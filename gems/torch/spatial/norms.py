@@ -112,7 +112,7 @@ class Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
         variance: Tensor, eps: float, place: Place,
     ) -> Tensor:  # fmt: skip
-        ctx.place, ctx.eps = place, eps
+        ctx.place, ctx.eps, ctx.biased = place, eps, bias is not None
         ctx.save_for_backward(x, weight, mean, variance)
         groups = place.groups
         y = F.batch_norm(
@@ -135,7 +135,7 @@ class Normalise(torch.autograd.Function):
         )  # fmt: skip
         # Per (sample, channel): dw = sum of g (x - mean) / deviation, db = sum of g.
         grad_weight = None if weight is None else dw.view(groups.samples, -1).sum(0)
-        grad_bias = db.view(groups.samples, -1).sum(0)
+        grad_bias = db.view(groups.samples, -1).sum(0) if ctx.biased else None
         sums = torch.stack((groups.gather(dw * w), groups.gather(db * w)))
         if place.team is not None:
             sums = place.team.total(sums)
@@ -298,9 +298,11 @@ def normalised(
         fetch = site.fetch(x, None)
         at = site.wanted(x.name)
         place = _place(site, x.name, at, groups)
+        dtype = getattr(torch, ask.values[ask.out].dtype)
 
         def run(a: dict[str, Any]) -> Tensor:
-            return work(a, fetch(a["input"]).contiguous(), place)
+            # Autocast takes some norms in float32, as the recording shows.
+            return work(a, fetch(a["input"]).to(dtype).contiguous(), place)
 
         return site.named(stub, run, *attributes)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
+import torch
 from torch import nn
 
 from gems.geometry import Box, moves
@@ -230,18 +232,25 @@ def bind(laid: Laid, team: Team) -> Bound:
         if rule is None:
             continue
         site = Site(team, ask, rule, laid.layouts, wants, memory)
-        runs[ask.call.name] = _forgetting(rule.bind(site), memory)
+        runs[ask.call.name] = _guarded(rule.bind(site), ask, memory)
         exchanges += site.sends
     return Bound(team, laid, runs, memory, exchanges)
 
 
-def _forgetting(run: Run, memory: Memory) -> Run:
-    """A slab is known by its memory, which is somebody else's once its layer has run."""
+def _guarded(run: Run, ask: Ask, memory: Memory) -> Run:
+    """A cut call with results of the recorded types, after which no slab is known any more.
 
-    def wrapped(*args: object, **kwargs: object) -> object:
+    Autocast may run a layer in another precision than the parts that it was taken into. And a slab
+    is known by its memory, which is somebody else's once its layer has run.
+    """
+    dtypes = [getattr(torch, ask.values[name].dtype) for _, name in ask.call.outs]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
         if memory.now is not None:
             memory.now.forget()
+        if isinstance(found, torch.Tensor):
+            return found if found.dtype == dtypes[0] else found.to(dtypes[0])
         return found
 
     return wrapped
