@@ -64,6 +64,10 @@ def assert_exact(model: nn.Module, plan: Plan, **options: Any) -> None:
 # --- the graph --------------------------------------------------------------------------------
 
 
+def draws() -> Draws:
+    return Draws(0, torch.device("cpu"))
+
+
 def test_blocks_are_named_as_the_model_names_them_and_the_model_stays_as_it_was() -> None:
     model = Net(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))
     before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
@@ -130,7 +134,7 @@ def run_stages(model: nn.Module, x: Tensor, parts: int) -> Any:
         sent = [m for (a, _), names in crossing.items() if a == stage for m in names]
         sent += traced.graph.outputs if stage == parts - 1 else ()
         draws = Draws(0, torch.device("cpu"))
-        program = write(traced.record, model, calls, tuple(dict.fromkeys(sent)), draws.call)
+        program = write(traced.record, model, calls, tuple(dict.fromkeys(sent)), draws)
         results = program.run(*(known[name] for name in program.inputs))
         known |= dict(zip(program.outputs, results, strict=True))
     return known[traced.graph.outputs[0]]
@@ -383,7 +387,7 @@ def test_a_checkpoint_region_is_one_block_that_saves_its_input_and_runs_twice(
     model.middle.runs = 0
     traced = trace(model, IMAGE)
     program = write(
-        traced.record, model, traced.record.calls, traced.graph.outputs, lambda name: None
+        traced.record, model, traced.record.calls, traced.graph.outputs, draws()
     )
     assert "_checkpoint(region0" in program.source
     model.middle.runs = 0
@@ -405,7 +409,7 @@ def test_weight_gradients_of_a_region_are_not_put_off() -> None:
     model, asked = Net(Region(False)), []
     traced = trace(model, IMAGE)
     outputs = traced.graph.outputs
-    write(traced.record, model, traced.record.calls, outputs, lambda name: None, asked.append)
+    write(traced.record, model, traced.record.calls, outputs, draws(), asked.append)
     assert asked == [model.first, model.last]
 
 
@@ -472,7 +476,7 @@ def test_a_recorded_function_no_longer_leads_to_the_recorder() -> None:
     traced = trace(model, IMAGE)
     calls = len(traced.record.calls)
     program = write(
-        traced.record, model, traced.record.calls, traced.graph.outputs, lambda name: None
+        traced.record, model, traced.record.calls, traced.graph.outputs, draws()
     )
     program.run(torch.randn(2, 3, 8, 8, dtype=torch.float64))
     assert len(traced.record.calls) == calls
@@ -617,7 +621,7 @@ def test_predicted_stash_bytes_are_those_of_a_real_run(name: str, parts: int) ->
         calls = [c for i in blocks for c in traced.calls(i)]
         sent = [m for (a, _), names in crossing.items() if a == stage for m in names]
         sent += traced.graph.outputs if stage == parts - 1 else ()
-        program = write(traced.record, model, calls, tuple(dict.fromkeys(sent)), draws.call)
+        program = write(traced.record, model, calls, tuple(dict.fromkeys(sent)), draws)
         kept: dict[int, int] = {}
 
         def keep(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
