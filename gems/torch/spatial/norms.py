@@ -60,7 +60,7 @@ class Groups:
 class Place:
     """Where a normalisation runs: the team, this rank's own cells, and everybody's counts."""
 
-    team: Team | None
+    team: Team
     groups: Groups
     inner: tuple[slice, ...] | None  # own cells in the local tensor; None: all of it
     counts: tuple[int, ...]  # cells per group of each member
@@ -72,21 +72,8 @@ class Place:
 
 def statistics(x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
     """Mean and biased variance per group, over the own cells of all members."""
-    inner = x if place.inner is None else x[place.inner]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    groups = place.groups
-    mine = place.counts[place.team.me] if place.team else place.counts[0]
-    size = groups.channels if not groups.count else groups.samples * groups.count
-    if not mine:
-        mean = square = torch.zeros(size, dtype=wide, device=x.device)
-    else:
-        flat = _grouped(inner, groups)
-        mean, variance = torch.ops.aten.batch_norm_update_stats(flat, None, None, 0.0)
-        mean, square = mean.to(wide), variance.to(wide) * mine
-    if place.team is None:
-        return mean, square / place.cells
-    rows = place.team.rows(torch.stack((mean, square)))
-    total, mean, square = 0, torch.zeros_like(mean), torch.zeros_like(square)
+    rows = place.team.rows(torch.stack(_moments(x, place)))
+    total, mean, square = 0, torch.zeros_like(rows[0][0]), torch.zeros_like(rows[0][0])
     for count, (other, spread) in zip(place.counts, rows, strict=True):
         if not count:
             continue
@@ -97,11 +84,26 @@ def statistics(x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
     return mean, square / place.cells
 
 
-def _grouped(x: Tensor, groups: Groups) -> Tensor:
-    """The tensor with one channel per group, as (samples, groups, cells)."""
-    if not groups.count:
-        return x
-    return x.reshape(1, groups.samples * groups.count, -1)
+def _moments(x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squares around it, per group, over this rank's own cells."""
+    groups, count = place.groups, place.counts[place.team.me]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not count:
+        size = groups.samples * groups.count if groups.count else groups.channels
+        nothing = torch.zeros(size, dtype=wide, device=x.device)
+        return nothing, nothing
+    inner = (x if place.inner is None else x[place.inner]).to(wide).contiguous()
+    rows = groups.samples * (groups.count or groups.channels)
+    # Of ATen's kernels the quickest that gives both, three times as fast as BatchNorm's own.
+    _, mean, invert = torch.ops.aten.native_group_norm(
+        inner, None, None, 1, rows, inner.numel() // rows, rows, 0.0
+    )
+    mean, square = mean.view(-1), invert.view(-1) ** -2 * (inner.numel() // rows)
+    if groups.count:
+        return mean, square
+    mean, square = mean.view(groups.samples, -1), square.view(groups.samples, -1)
+    middle = mean.mean(0)
+    return middle, square.sum(0) + ((mean - middle) ** 2).sum(0) * (count / groups.samples)
 
 
 class Normalise(torch.autograd.Function):
@@ -128,28 +130,37 @@ class Normalise(torch.autograd.Function):
         w = _every(weight, groups)
         if w is None:
             w = groups.spread(torch.ones_like(mean))
-        invert = torch.rsqrt(variance + ctx.eps)
-        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-            _rows(g), _rows(x), w, groups.spread(mean), groups.spread(variance), None, None,
-            False, ctx.eps, [True, True, True],
-        )  # fmt: skip
         # Per (sample, channel): dw = sum of g (x - mean) / deviation, db = sum of g.
+        _, dw, db = torch.ops.aten.native_batch_norm_backward(
+            _rows(g), _rows(x), w, groups.spread(mean), groups.spread(variance), None, None,
+            False, ctx.eps, [False, True, True],
+        )  # fmt: skip
         grad_weight = None if weight is None else dw.view(groups.samples, -1).sum(0)
         grad_bias = db.view(groups.samples, -1).sum(0) if ctx.biased else None
-        sums = torch.stack((groups.gather(dw * w), groups.gather(db * w)))
-        if place.team is not None:
-            sums = place.team.total(sums)
-        slope = -invert * invert * sums[0] / place.cells  # of x - mean
-        shift = -invert * sums[1] / place.cells
-        dx = dx.view(x.shape)
-        inner = place.inner if place.inner is not None else ...
-        # slope (x - mean) + shift, as one pass of the same kernel
-        extra = F.batch_norm(
-            _rows(x[inner]), groups.spread(mean), groups.spread(torch.ones_like(mean)),
-            groups.spread(slope), groups.spread(shift), False, 0.0, 0.0,
-        )  # fmt: skip
-        dx[inner] += extra.view(x[inner].shape)
+        sums = place.team.total(torch.stack((groups.gather(dw * w), groups.gather(db * w))))
+        invert = torch.rsqrt(variance + ctx.eps)
+        slope = -invert * invert * sums[0] / place.cells
+        shift = -invert * sums[1] / place.cells - slope * mean
+        dx = _combined(x, g, groups.spread(invert) * w, slope, shift, place)
         return dx, grad_weight, grad_bias, None, None, None, None
+
+
+def _combined(
+    x: Tensor, g: Tensor, scale: Tensor, slope: Tensor, shift: Tensor, place: Place
+) -> Tensor:
+    """scale g + slope x + shift; the last two, which come from the statistics, at own cells."""
+    spread = place.groups.spread
+    here = place.inner is None
+    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
+    bias = spread(shift) if here else zero
+    dx = F.batch_norm(_rows(g), zero, one, scale, bias, False, 0.0, 0.0)  # scale g + bias
+    dx = dx.resize_(x.shape)
+    rows = (*x.shape[:2], *(1,) * (x.dim() - 2))
+    inner = ... if here else place.inner
+    own = dx[inner].addcmul_(x[inner], spread(slope).view(rows).to(x.dtype))
+    if not here:
+        own.add_(spread(shift).view(rows).to(x.dtype))
+    return dx
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -112,22 +112,21 @@ class Ask:
 
 
 def _named(
-    stub: Run,
-    module: nn.Module | None,
-    attributes: Sequence[str],
-    args: Any,
-    kwargs: Any,
+    stub: Run, module: nn.Module | None, attributes: Sequence[str], args: Any, kwargs: Any
 ) -> dict[str, Any]:
     if module is not None:
         found = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
-        inputs = [name for name in inspect.signature(stub).parameters if name not in found]
+        inputs = (name for name in _signature(stub).parameters if name not in found)
         return found | dict(zip(inputs, args, strict=False)) | kwargs
     try:
-        bound = inspect.signature(stub).bind(*args, **kwargs)
+        bound = _signature(stub).bind(*args, **kwargs)
     except TypeError as error:
         raise NoCut(f"is called in a way that is not known here ({error})") from error
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+_signature = cache(inspect.signature)
 
 
 @dataclass
