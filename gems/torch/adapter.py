@@ -15,23 +15,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from gems.errors import ShapeError
-from gems.geometry import Box
-from gems.graph import ITEMSIZE, Value
 from gems.machine import Machine
 from gems.plan import Plan
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
 from gems.torch.batch import Batch, describe, read_box, signature, stand_ins, tensors
 from gems.torch.bucket import Bucket
-from gems.torch.calls import Ref, is_place, leaves_of
+from gems.torch.calls import Ref, is_place
 from gems.torch.cut import Cut, cut_up
 from gems.torch.defer import Entry, Ledger, receive, settle
-from gems.torch.junction import Passage, flat, piece, shaped
+from gems.torch.junction import Passage, buffers, pack, unpack
 from gems.torch.meter import storage_of
 from gems.torch.norms import Statistics, unrecorded
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
-from gems.torch.spatial.loss import cut_loss
+from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.stage import Bound
 from gems.torch.spatial.stash import Slabs
 from gems.torch.trace import Trace, trace
@@ -112,6 +110,7 @@ class TorchAdapter:
         self.position = {i: at for at, i in enumerate(real)}
         mode = self._mode()
         self.of: dict[int, Cut] = {i: self.cut(batch.inputs[i], mode) for i in real}
+        self.cut_losses = self._cut_losses(real) if training else {}
         self.statistics: dict[int, Statistics] = {}
         if training and real:
             for stage in self.unordered:
@@ -127,6 +126,30 @@ class TorchAdapter:
             for stage in (self.stages if training else ())
             if len(self.plan.holders[stage]) > 1
         }
+
+    def _cut_losses(self, real: list[int]) -> dict[int, CutLoss]:
+        """The losses of outputs that are cut; refused on all ranks, before anything runs."""
+        found: dict[int, CutLoss] = {}
+        for i in real:
+            if self.loss is None:
+                break
+            cut, target = self.of[i], self.batch.targets[i]
+            last = cut.laid.get(self.plan.depth - 1)
+            if last is None or not any(n in last.layouts for n in cut.trace.record.outputs):
+                continue
+            like = next((j for j in found if self._alike(i, j)), None)
+            if like is None:
+                with self._autocast():
+                    model = cut.trace.record
+                    found[i] = prepare(self.loss, model, last, target, self.draws, cut.losses)
+            else:
+                found[i] = found[like]
+        return found
+
+    def _alike(self, i: int, j: int) -> bool:
+        """Whether two micro-batches have the same shapes."""
+        targets = self.batch.targets
+        return self.of[i] is self.of[j] and signature(targets[i]) == signature(targets[j])
 
     def skips(self, micro_batch: int) -> bool:
         return not self.batch.sizes[micro_batch]
@@ -300,11 +323,8 @@ class TorchAdapter:
     def _loss(self, cut: Cut, i: int, output: Any, bound: Bound | None) -> Any:
         assert self.loss is not None
         target = self.batch.targets[i]
-        if bound is not None and any(n in bound.laid.layouts for n in cut.trace.record.outputs):
-            names = [x.name for x in leaves_of(cut.trace.record.output)]
-            values, known = cut.trace.graph.value, cut.losses
-            place = (self.draws, self.device, known)
-            return cut_loss(self.loss, values, names, bound, output, target, *place)
+        if bound is not None and i in self.cut_losses:
+            return self.cut_losses[i].run(bound, output, target, self.draws)
         target = pytree.tree_map(lambda x: self._to_device(read_box(x, None)), target)
         return self.loss(output, target)
 
@@ -353,83 +373,24 @@ class TorchAdapter:
     def select(self, message: Message, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {v.name: tensors[v.name] for v in self.of[message.micro_batch].values(message)}
 
-    def passages(self, message: Message) -> list[tuple[Passage, bool]]:
-        """How each value of a message travels, and whether it is a gradient on its way back."""
+    def passages(self, message: Message) -> list[Passage]:
+        """How each value of a message travels; gradients are on their way back."""
         cut, i = self.of[message.micro_batch], message.micro_batch
         back = message.what == "gradient"
         ends = (message.target, message.source) if back else (message.source, message.target)
-        teams = [self.plan.team_for(stage, i) for stage in ends]
-        return [(cut.passage(v, *ends, *teams), back) for v in cut.values(message)]
+        giving, taking = (self.plan.team_for(stage, i) for stage in ends)
+        return [cut.passage(v, *ends, giving, taking, back) for v in cut.values(message)]
 
     def pack(self, message: Message, tensors: dict[str, Tensor], target: int) -> list[Tensor]:
-        found = []
-        for passage, back in self.passages(message):
-            tensor, value = tensors[passage.value.name], passage.value
-            if not value.bytes:
-                continue
-            if passage.plain:
-                found.append(flat(tensor, value))
-                continue
-            held = (passage.want if back else passage.held)[self.rank]
-            ends = (target, self.rank) if back else (self.rank, target)
-            found += [piece(tensor, held, box) for box in passage.between(*ends)]
-        return found
+        return pack(self.passages(message), tensors, self.rank, target)
 
     def buffers(self, message: Message, source: int) -> list[Tensor]:
-        found = []
-        for passage, back in self.passages(message):
-            ends = (self.rank, source) if back else (source, self.rank)
-            size = ITEMSIZE[passage.value.dtype]
-            for box in passage.between(*ends):
-                count = box.size * size
-                found.append(torch.empty(count, dtype=torch.uint8, device=self.device))
-        return found
+        return buffers(self.passages(message), self.rank, source, self.device)
 
     def unpack(
         self, message: Message, own: dict[str, Tensor] | None, arrived: dict[int, list[Tensor]]
     ) -> dict[str, Tensor]:
-        boxes = {source: iter(buffers) for source, buffers in arrived.items()}
-        found = {}
-        for passage, back in self.passages(message):
-            value = passage.value
-            if not value.bytes:
-                found[value.name] = self._empty(value)
-            elif passage.plain and own is not None:
-                found[value.name] = own[value.name]
-            elif passage.plain:
-                (buffers,) = boxes.values()
-                found[value.name] = shaped(next(buffers), value)
-            else:
-                mine = None if own is None else own[value.name]
-                found[value.name] = self._assembled(passage, back, mine, boxes)
-        return found
-
-    def _assembled(
-        self, passage: Passage, back: bool, own: Tensor | None, arrived: dict[int, Any]
-    ) -> Tensor:
-        """A value's part on this rank, out of boxes; on the way back they add up."""
-        value = passage.value
-        frame = (passage.held if back else passage.want)[self.rank]
-        make = torch.zeros if back else torch.empty
-        whole = make(frame.shape, dtype=getattr(torch, value.dtype), device=self.device)
-
-        def put(box: Box, part: Tensor) -> None:
-            here = whole[box.relative_to(frame).slices()] if box.start else whole
-            part = part.reshape(box.shape)
-            here.add_(part) if back else here.copy_(part)
-
-        for source in sorted({*arrived, self.rank}):
-            ends = (self.rank, source) if back else (source, self.rank)
-            for box in passage.between(*ends):
-                if source != self.rank:
-                    put(box, next(arrived[source]).view(whole.dtype))
-                elif own is not None:
-                    held = (passage.want if back else passage.held)[self.rank]
-                    put(box, own[box.relative_to(held).slices()] if box.start else own)
-        return whole
-
-    def _empty(self, value: Value) -> Tensor:
-        return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
+        return unpack(self.passages(message), self.rank, own, arrived, self.device)
 
     def _zeros(self, i: int, stage: int, name: str) -> Tensor:
         """No gradient for what a stage received."""

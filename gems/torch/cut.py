@@ -22,6 +22,7 @@ from gems.torch.calls import Call
 from gems.torch.junction import Passage, whole
 from gems.torch.program import Program
 from gems.torch.random import Draws
+from gems.torch.spatial.loss import CutLoss
 from gems.torch.spatial.stage import (
     Bound,
     Laid,
@@ -56,7 +57,7 @@ class Cut:
     stash: dict[int, int] = field(default_factory=dict)
     trained: dict[frozenset[str], set[str]] = field(default_factory=dict)
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
-    losses: dict[Any, Any] = field(default_factory=dict)
+    losses: dict[Any, CutLoss] = field(default_factory=dict)
     passages: dict[tuple[Any, ...], Passage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,16 +190,23 @@ class Cut:
         return dict(zip(team, found, strict=True))
 
     def passage(
-        self, value: Value, source: int, target: int, givers: Sequence[int], takers: Sequence[int]
+        self,
+        value: Value,
+        source: int,
+        target: int,
+        givers: Sequence[int],
+        takers: Sequence[int],
+        back: bool,
     ) -> Passage:
-        """How a value gets from one stage to another."""
-        key = (value.name, source, target, *givers, -1, *takers)
+        """How a value gets from one stage to another, or its gradient back."""
+        key = (value.name, source, target, *givers, -1, *takers, back)
         if key not in self.passages:
             self.passages[key] = Passage(
                 value,
                 self.boxes(source, value.name, givers, own=True),
                 self.boxes(source, value.name, givers, own=False),
                 self.boxes(target, value.name, takers, own=False),
+                back,
             )
         return self.passages[key]
 

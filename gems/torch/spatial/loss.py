@@ -8,7 +8,7 @@ like the output that they are compared with.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import PlanError
 from gems.layout import Layout
-from gems.torch.batch import read_box, signature, stand_ins
+from gems.torch.batch import read_box, signature, stand_ins, tensors
+from gems.torch.calls import Attr, Record, Ref, is_place, leaves_of
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.record import record
-from gems.torch.spatial.stage import Bound, Uncuttable, bind, lay_out
+from gems.torch.spatial.stage import Bound, Laid, Uncuttable, bind, lay_out
+from gems.torch.spatial.team import Team
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Any]
@@ -39,92 +41,107 @@ class _Compared(nn.Module):
 
 
 @dataclass
-class _Ready:
-    """A loss on one rank. `inputs` are the output's tensors, then the target's."""
+class CutLoss:
+    """A loss, recorded for outputs and targets of some shapes, and laid out over a grid."""
 
-    program: Program
-    bound: Bound
-    targets: list[str]
-    inputs: list[str]
+    module: nn.Module
+    record: Record
+    laid: Laid
+    targets: list[str]  # the values of the record that are the target's tensors
+    print: tuple[Any, ...]
+    bound: dict[tuple[int, ...], tuple[Program, Bound]] = field(default_factory=dict)
+
+    def on(self, team: Team, draws: Draws) -> tuple[Program, Bound]:
+        """The loss on this rank of a team."""
+        if team.ranks not in self.bound:
+            placed, calls = bind(self.laid, team), self.record.calls
+            outputs = self.record.outputs
+            program = write(self.record, self.module, calls, outputs, draws, None, placed.runs)
+            self.bound[team.ranks] = program, placed
+        return self.bound[team.ranks]
+
+    def run(self, bound: Bound, output: Any, target: Any, draws: Draws) -> Tensor:
+        """The loss of the whole output, the same on every rank; its gradient is a rank's part."""
+        program, placed = self.on(bound.team, draws)
+        parts = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        device = parts[0].device
+        for name, x in zip(self.targets, tensors(target), strict=True):
+            parts.append(read_box(x, placed.box(name)).to(device, non_blocking=True))
+        by_name = dict(zip(self.record.inputs, parts, strict=True))
+        placed.memory.now = bound.memory.now
+        try:
+            (found,) = program.run(*(by_name[name] for name in program.inputs))
+        finally:
+            placed.memory.now = None
+        return found
 
 
-def cut_loss(
-    loss: Loss,
-    values: dict[str, Any],
-    names: list[str],
-    bound: Bound,
-    output: Any,
-    target: Any,
-    draws: Draws,
-    device: torch.device,
-    known: dict[Any, Any],
-) -> Tensor:
-    """The loss of the whole output, the same on every rank; its gradient is each rank's part.
+def prepare(
+    loss: Loss, model: Record, last: Laid, target: Any, draws: Draws, known: dict[Any, CutLoss]
+) -> CutLoss:
+    """The loss for targets like this, if need be recorded anew; `known` has those so far.
 
-    `names` are the output's tensors as values of the model, `known` remembers recordings.
+    A loss may change from step to step (a weight that grows, say), and a recording would not
+    notice. So it is recorded in every step, which takes milliseconds, and compared.
     """
-    key = (bound.team.ranks, signature(target), torch.is_grad_enabled())
-    if key not in known:
-        known[key] = _bind(loss, values, names, bound, output, target, draws, device)
-    made = known[key]
-    parts = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-    for name, x in zip(made.targets, _leaves(target), strict=True):
-        parts.append(read_box(x, made.bound.box(name)).to(device, non_blocking=True))
-    by_name = dict(zip(made.inputs, parts, strict=True))
-    memory = made.bound.memory
-    memory.now = bound.memory.now
-    try:
-        (found,) = made.program.run(*(by_name[name] for name in made.program.inputs))
-    finally:
-        memory.now = None
-    return found
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return [x for x in pytree.tree_leaves(tree) if hasattr(x, "shape")]
-
-
-def _bind(
-    loss: Loss, values: dict[str, Any], names: list[str], bound: Bound, output: Any, target: Any,
-    draws: Draws, device: torch.device,
-) -> _Ready:  # fmt: skip
+    key = signature(target)
     module = _Compared(loss)
-    outputs = iter(names)
+    args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_place), stand_ins(target))
+    traced = record(module, args, device=model.device)
+    print = _print(traced)
+    if key not in known or known[key].print != print:
+        known[key] = _laid(module, traced, model, last, draws, print)
+    return known[key]
 
-    def whole(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+
+def _whole(model: Record) -> Callable[[Any], Any]:
+    """Stands in for an output of the model, all of it."""
+
+    def stand_in(x: Any) -> Any:
+        if not isinstance(x, Ref):
             return x
-        value = values[next(outputs)]
-        made = torch.empty(value.shape, dtype=x.dtype, device="meta")
-        return made.requires_grad_(x.requires_grad)
+        value = model.values[x.name]
+        made = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
+        return made.requires_grad_(value.grad)
 
-    args = (pytree.tree_map(whole, output), stand_ins(target))
-    traced = record(module, args, device=device)
-    layouts = [bound.laid.layouts.get(name) for name in names]
+    return stand_in
+
+
+def _print(traced: Record) -> tuple[Any, ...]:
+    """All that a recording says: the calls, and everything they are given."""
+    plain = (Ref, Attr, int, float, complex, str, type(None), torch.dtype)
+
+    def spelled(x: Any) -> Any:
+        return x if isinstance(x, plain) else id(x)
+
+    return tuple(
+        (call.name, *map(spelled, pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_place)))
+        for call in traced.calls
+    )
+
+
+def _laid(
+    module: nn.Module, traced: Record, model: Record, last: Laid, draws: Draws, print: Any
+) -> CutLoss:
+    layouts = [last.layouts.get(ref.name) for ref in leaves_of(model.output)]
     given = {n: x for n, x in zip(traced.inputs, layouts, strict=False) if x is not None}
-    targets = list(traced.inputs[len(names) :])
-    cuts = [x for x in layouts if x is not None]
+    targets = list(traced.inputs[len(layouts) :])
     entering = {}
     for name in targets:
-        layout = _like(traced.values[name].shape, cuts)
+        layout = _like(traced.values[name].shape, list(given.values()))
         if layout is not None:
             entering[name] = layout
     try:
         laid = lay_out(traced, module, traced.calls, entering, draws, given=given)
     except Uncuttable as error:
         raise PlanError(
-            f"the model's output is cut {bound.team.grid}, but in the loss {error}; an exact cut "
-            "of it does not exist or is not known. Let the last stage be one that is not cut"
+            f"the model's output is cut, but in the loss {error}; an exact cut of it does not "
+            "exist or is not known. Let the last stage be one that is not cut"
         ) from error
-    result = traced.outputs[0]
-    if result in laid.layouts or len(traced.outputs) != 1:
-        raise PlanError(
-            f"the loss of a cut output must give one number; it gives "
-            f"{[traced.values[n].shape for n in traced.outputs]}"
-        )
-    placed = bind(laid, bound.team)
-    program = write(traced, module, traced.calls, [result], draws, None, placed.runs)
-    return _Ready(program, placed, targets, list(traced.inputs))
+    if len(traced.outputs) != 1 or traced.outputs[0] in laid.layouts:
+        shapes = [traced.values[name].shape for name in traced.outputs]
+        raise PlanError(f"the loss of a cut output must give one number; it gives {shapes}")
+    return CutLoss(module, traced, laid, targets, print)
 
 
 def _like(shape: tuple[int, ...], outputs: list[Layout]) -> Layout | None:
