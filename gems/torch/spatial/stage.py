@@ -161,8 +161,8 @@ def _rule(ask: Ask) -> Rule:
         return pointwise.pointwise(ask)
     if ask.module is not None and hooked(ask.module) and not ask.call.pointwise:
         raise NoCut("carries hooks, which expect to see the whole tensor")
-    if ask.module is not None and ask.call.kwargs and len(ask.call.args) != 1:
-        raise NoCut("is called with named arguments")
+    if not ask.call.args:
+        raise NoCut("is called with named arguments only; give its input by position")
     return make(ask)
 
 
