@@ -85,8 +85,6 @@ class _Watch(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [
-        leaf.untyped_storage()
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
-    ]
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return [storage for storage in found if storage.device.type != "meta"]  # fakes have none

@@ -1,6 +1,10 @@
-"""Measure steps on cut images: one process, GEMS over tiles, and cores that share nothing.
+"""Measure steps on cut images: one process, GEMS over tiles, a peer, and cores that share nothing.
 
-python -m benchmarks.spatial.run --repeats 7
+    python -m benchmarks.spatial.run --repeats 7
+
+The peer is PhysicsNeMo's ShardTensor, where it is installed: `shardtensor.py` says how. *Messages*
+are those inside a step but for the sums of parameters' gradients. *Error* is the largest relative
+difference from the plain model in float64, on small images.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.pipeline.ranks import Ranks
+from benchmarks.spatial import exact, shardtensor
 from benchmarks.spatial.networks import WORK
-from benchmarks.spatial.steps import PLANS, ours, plain, traffic
+from benchmarks.spatial.steps import PLANS, errors, ours, plain, traffic
+
+PEER = "ShardTensor, rows"
 
 
 def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
@@ -33,6 +40,12 @@ def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
             for name in PLANS
             if name != "gems one rank"
         ]
+        if not shardtensor.absence():
+            # It and ours take turns in the same processes.
+            peer = {"name": PEER, "run": lambda: two.run(shardtensor.shardtensor, work)}
+            rows.append(peer | shardtensor.verdict(work))
+        refused = [row for row in rows if "refused" in row]
+        rows = [row for row in rows if "refused" not in row]
         for row in rows:
             row["run"]()  # warm
         for row in rows:
@@ -40,9 +53,13 @@ def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
             ranks = one if name in ("plain", "gems one rank") else two
             if name in ("plain", "apart"):
                 found = ranks.run(plain, work, 2 if name == "apart" else 1, True)
+            elif name == PEER:
+                found = ranks.run(shardtensor.shardtensor, work, True)
+                row["traffic"], row["sums"] = ranks.run(shardtensor.traffic, work)[0]
             else:
                 found = ranks.run(ours, work, name, True)
                 row["traffic"] = ranks.run(traffic, work, name)[0]
+                row["error"] = exact.worst(ranks.run(errors, work, name))
             row["peak"] = max(bytes for bytes, _ in found)
             row["wall"], row["cpu"] = [], []
         for _ in range(repeats):
@@ -50,6 +67,7 @@ def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
                 answers = row["run"]()
                 row["wall"].append(max(wall for wall, _ in answers))
                 row["cpu"].append(max(cpu for _, cpu in answers))
+    rows += refused
     for row in rows:
         del row["run"]
     return rows
@@ -60,10 +78,13 @@ def table(work: str, rows: list[dict[str, Any]]) -> str:
     lines = [
         f"**{work}**",
         "",
-        "| | wall s | x | CPU s, busiest rank | x | peak MB | messages | MB sent |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | wall s | x | CPU s, busiest rank | x | peak MB | messages | MB sent | error |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        if "refused" in row:
+            lines.append(f"| {row['name']} | refused: {row['refused']} |{' |' * 7}")
+            continue
         cells = [row["name"]]
         for series in ("wall", "cpu"):
             ratio = median(a / b for a, b in zip(base[series], row[series], strict=True))
@@ -71,6 +92,7 @@ def table(work: str, rows: list[dict[str, Any]]) -> str:
         cells.append(f"{row['peak'] / 1e6:.0f}")
         messages, sent = row.get("traffic", (0, 0))
         cells += [str(messages or ""), f"{sent / 1e6:.2f}" if sent else ""]
+        cells.append(f"{row['error']:.0e}" if "error" in row else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -81,6 +103,8 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", default=list(WORK), help="which networks")
     parser.add_argument("--out", type=Path, default=Path("/tmp/spatial.json"))
     args = parser.parse_args()
+    if absent := shardtensor.absence():
+        print(absent, end="\n\n", flush=True)
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.livebytes import LiveBytes
 from benchmarks.pipeline.ours import Still
+from benchmarks.spatial import exact
 from benchmarks.spatial.networks import WORK
 from gems.plan import Plan
 from gems.torch.trainer import Trainer
@@ -49,16 +50,20 @@ def plain(work: str, share: int = 1, peak: bool = False) -> tuple[float, float]:
     return time.perf_counter() - wall, time.thread_time() - cpu
 
 
+def _built(work: str, plan: str, model: torch.nn.Module, images: torch.Tensor) -> Trainer:
+    return Trainer(
+        model,
+        WORK[work].loss,
+        lambda p: Still(p, 0.1),
+        torch.empty_like(images),
+        Plan(stages=1, schedule="sequential", **PLANS[plan]),
+    )
+
+
 @cache
 def _trainer(work: str, plan: str) -> Trainer:
     images, _ = WORK[work].batch()
-    return Trainer(
-        WORK[work].model(),
-        WORK[work].loss,
-        lambda p: Still(p, 0.1),
-        torch.empty(images.shape),
-        Plan(stages=1, schedule="sequential", **PLANS[plan]),
-    )
+    return _built(work, plan, WORK[work].model(), images)
 
 
 def ours(work: str, plan: str, peak: bool = False) -> tuple[float, float]:
@@ -83,3 +88,19 @@ def traffic(work: str, plan: str) -> tuple[int, int]:
         counter.messages = counter.bytes = 0
     trainer.step(*WORK[work].batch())
     return sum(c.messages for c in counters), sum(c.bytes for c in counters)
+
+
+def errors(work: str, plan: str) -> float:
+    """How far loss and gradients are from the plain model's in float64."""
+    images, targets = exact.batch(work)
+    trainer = _built(work, plan, exact.model(work), images)
+    found: dict[str, torch.Tensor] = {}
+    forget = trainer.optimizer.zero_grad
+
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        found.update({n: p.grad.clone() for n, p in trainer._named_parameters()})
+        forget(*args, **kwargs)
+
+    trainer.optimizer.zero_grad = zero_grad
+    step = trainer.step(images, targets)
+    return exact.error(work, step.loss, found)

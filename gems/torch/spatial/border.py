@@ -100,7 +100,6 @@ def _around(site: Site, x: Ref) -> Callable[[Tensor], Tensor]:
         low, high = wants[axis][me[axis]]
         frame[dim] = high - low
     exchange = Exchange(site.team, layout.boxes(), pieces, at, frame)
-    site.sends.append(exchange)
     return lambda t: Fetch.apply(t, exchange, site.memory.now)  # type: ignore[no-any-return]
 
 

@@ -117,9 +117,6 @@ def as_it_is(ask: Ask) -> Rule:
     return fetched(ask, ask.call.args[0], ask.primary(ask.call.args[0]).dims)
 
 
-def _along(input: Any, dim: Any = None, **kwargs: Any) -> None: ...
-
-
 @rule(
     ("softmax", "log_softmax", "softmin", "cumsum", "normalize", "glu", "argmax", "argmin", "norm"),
     (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.GLU),

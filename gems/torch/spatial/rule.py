@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry import Box
 from gems.graph import Value, Weight
 from gems.layout import Layout, Spans, clipped
-from gems.torch.calls import Attr, Call, Ref, is_place
+from gems.torch.calls import Call, Ref, is_place
 from gems.torch.random import Draws
 from gems.torch.record import name_of
 from gems.torch.spatial.stash import Slabs
@@ -146,7 +146,6 @@ class Site:
     layouts: Mapping[str, Layout]  # of all values, as they really are
     wants: Mapping[str, Spans]  # of the cut inputs, beyond the border of the image too
     memory: Memory
-    sends: list[Exchange] = field(default_factory=list)
 
     @property
     def call(self) -> Call:
@@ -183,7 +182,6 @@ class Site:
         if all(w in h for w, h in zip(want, have, strict=True)):
             return self._local(have[self.team.me], want[self.team.me], frame, at, fill or 0.0)
         exchange = Exchange(self.team, have, [want], [at], frame, fill or 0.0)
-        self.sends.append(exchange)
         return lambda t: Fetch.apply(t, exchange, self.memory.now)  # type: ignore[no-any-return]
 
     def _frame(self, name: str, want: Box, framed: bool) -> tuple[tuple[int, ...], Box]:
@@ -256,10 +254,6 @@ def same(layout: Layout) -> tuple[Window, ...]:
 
 def refs(x: Any) -> list[Ref]:
     return [leaf for leaf in pytree.tree_leaves(x, is_leaf=is_place) if isinstance(leaf, Ref)]
-
-
-def places(x: Any) -> list[Ref | Attr]:
-    return [leaf for leaf in pytree.tree_leaves(x, is_leaf=is_place) if is_place(leaf)]
 
 
 Make = Callable[[Ask], Rule]

@@ -33,7 +33,7 @@ from gems.torch.spatial.rule import (
     Run,
     Site,
 )
-from gems.torch.spatial.team import Exchange, Team
+from gems.torch.spatial.team import Team
 from gems.windows import Same
 
 Price = Callable[["Laid"], float]
@@ -218,7 +218,6 @@ class Bound:
     laid: Laid
     runs: dict[str, Run]
     memory: Memory
-    exchanges: list[Exchange]
 
     def box(self, name: str) -> Box | None:
         """This rank's part of a value; None: all of it."""
@@ -227,14 +226,13 @@ class Bound:
 
 
 def bind(laid: Laid, team: Team) -> Bound:
-    memory, runs, exchanges = Memory(), {}, []
+    memory, runs = Memory(), {}
     for ask, rule, wants in zip(laid.asks, laid.rules, laid.wants, strict=True):
         if rule is None:
             continue
         site = Site(team, ask, rule, laid.layouts, wants, memory)
         runs[ask.call.name] = _guarded(rule.bind(site), ask, memory)
-        exchanges += site.sends
-    return Bound(team, laid, runs, memory, exchanges)
+    return Bound(team, laid, runs, memory)
 
 
 def _guarded(run: Run, ask: Ask, memory: Memory) -> Run:

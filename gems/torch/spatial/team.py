@@ -94,19 +94,6 @@ class Total(torch.autograd.Function):
         return ctx.team.total(gradients[0]), None
 
 
-class Rows(torch.autograd.Function):
-    """What every member has, stacked, on every member; gradients go back to their owners."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return torch.stack(team.rows(x.contiguous()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        return ctx.team.total(gradients[0])[ctx.team.me], None
-
-
 class Exchange:
     """Bring every member the box it wants of a tensor of which each member has a box.
 
@@ -146,7 +133,6 @@ class Exchange:
                 self.sends.setdefault(move.target, []).append(self._here(move))
             elif move.target == me:
                 self.receives.setdefault(move.source, []).append(self._there(k, move, want))
-        self.talks = any(move.source != move.target for _, move in found)
         inside = sum(box.size for box in self.at)
         self.bare = inside < _size(self.frame)  # part of the slab is nobody's
 
