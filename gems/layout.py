@@ -11,7 +11,7 @@ column of the grid: the box of a rank is the product of its row's and its column
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -101,6 +101,20 @@ def clipped(spans: Spans, layout: Layout) -> Spans:
         tuple(clip(span, layout.shape[dim]) for span in row)
         for row, dim in zip(spans, layout.dims, strict=True)
     )
+
+
+def around(layout: Layout, spans: Spans) -> Iterator[tuple[list[int], tuple[Box, ...]]]:
+    """What is read of an image that goes round, as boxes of it: how far each copy of the image is
+    away along the dims that are cut, and what every rank reads of that copy."""
+    for turns in itertools.product((0, -1, 1), repeat=len(layout.dims)):
+        moved = [turn * layout.shape[d] for turn, d in zip(turns, layout.dims, strict=True)]
+        shifted = tuple(
+            tuple((a + move, b + move) for a, b in row)
+            for row, move in zip(spans, moved, strict=True)
+        )
+        boxes = layout.boxes(clipped(shifted, layout))
+        if not all(box.empty for box in boxes):
+            yield moved, boxes
 
 
 def place(grid: Sequence[int], rank: int) -> tuple[int, ...]:

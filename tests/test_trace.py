@@ -386,9 +386,7 @@ def test_a_checkpoint_region_is_one_block_that_saves_its_input_and_runs_twice(
     assert [b.name for b in graph.blocks] == ["first", "middle.inner.0", "mean", "last"]
     model.middle.runs = 0
     traced = trace(model, IMAGE)
-    program = write(
-        traced.record, model, traced.record.calls, traced.graph.outputs, draws()
-    )
+    program = write(traced.record, model, traced.record.calls, traced.graph.outputs, draws())
     assert "_checkpoint(region0" in program.source
     model.middle.runs = 0
     (y,) = program.run(torch.randn(2, 3, 8, 8, dtype=torch.float64))
@@ -469,15 +467,45 @@ def test_a_custom_autograd_function_is_one_block() -> None:
     assert_exact(model, TWO)
 
 
+def test_an_apply_that_was_taken_hold_of_early_is_noted_as_well() -> None:
+    """`f = Twice.apply` at the top of a file is how most people write it."""
+    apply = Crooked.apply
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return apply(self.linear(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Held(), nn.Linear(3, 5)).double()
+    names = [call.name for call in trace(model, torch.empty(2, 3).double()).record.calls]
+    assert names == ["0.linear", "0.Crooked", "1"]
+    data = batches((4, 3), 5, 2, torch.float64)
+    assert_equal(planned(model, data, Plan(stages=2, micro_batches=2)), plainly(model, data, 2))
+
+
+class Crooked(torch.autograd.Function):
+    """A gradient of its own: three times what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # type: ignore[override]
+        return gradients[0] * 6
+
+
 def test_a_recorded_function_no_longer_leads_to_the_recorder() -> None:
     """What was recorded under the patched `apply` was the patch: stages went on recording, and so
     kept every activation for ever."""
     model = Net(Cubed())
     traced = trace(model, IMAGE)
     calls = len(traced.record.calls)
-    program = write(
-        traced.record, model, traced.record.calls, traced.graph.outputs, draws()
-    )
+    program = write(traced.record, model, traced.record.calls, traced.graph.outputs, draws())
     program.run(torch.randn(2, 3, 8, 8, dtype=torch.float64))
     assert len(traced.record.calls) == calls
 

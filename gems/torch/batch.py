@@ -42,7 +42,7 @@ class Lazy:
     def read(self, box: Box) -> Tensor:
         first, *rest = box.slices()
         where = slice(first.start + self.start, first.stop + self.start)
-        return torch.as_tensor(self.source[(where, *rest)]).to(self.dtype)
+        return torch.as_tensor(self.source[(where, *rest)]).to(self.dtype).contiguous()
 
     def dim(self) -> int:
         return len(self.shape)
@@ -75,7 +75,9 @@ def read_box(x: Any, box: Box | None) -> Any:
         return x.read(box or Box((0,) * len(x.shape), tuple(x.shape)))
     if box is None or not isinstance(x, Tensor):
         return x
-    return x[box.slices()]
+    part = x[box.slices()]
+    # A copy, so that the whole image need not stay for the sake of a part.
+    return x if part.shape == x.shape else part.clone(memory_format=torch.contiguous_format)
 
 
 def tensors(tree: Any) -> list[Any]:

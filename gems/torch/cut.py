@@ -135,26 +135,26 @@ class Cut:
             samples = self.trace.graph.value[self.trace.graph.inputs[0]].shape[0]
             return even(shape, (0,), real) if shape and shape[0] == samples else None
         source = self._source(name)
-        before = source.layouts.get(name) if source is not None else None
-        if source is not None and before is None:
+        before = self.laid[source].layouts.get(name) if source in self.laid else None
+        if source in self.laid and before is None:
             return None  # every rank of a cut stage has all of it, so it is no image any more
-        dims = spatial_dims(len(shape), grid.tiles)
+        dims = _cut_dims(len(shape), grid)
         if dims is None:
             return None
-        if before is not None and before.dims[-1] == len(shape) - 2 and before.dims[0] > 0:
-            dims = tuple(d - 1 for d in dims)  # channels come last
-        dims = tuple(d for d, n in zip(dims, grid.tiles, strict=True) if n > 1)
+        if before is not None and source is not None:
+            usual = _cut_dims(len(shape), self.plan.grids[source])
+            if usual is not None and before.dims == tuple(d - 1 for d in usual):
+                dims = tuple(d - 1 for d in dims)  # channels come last
         if before is not None and (before.dims, before.grid) == (dims, real):
             return Layout(shape, dims, before.own, before.own)
         return even(shape, dims, real)
 
-    def _source(self, name: str) -> Laid | None:
-        """The cut stage that makes a value, if it is one."""
+    def _source(self, name: str) -> int | None:
+        """The stage that makes a value; none makes the model's inputs."""
         producer = self.trace.graph.producer.get(name)
         if producer is None:
             return None
-        stage = next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
-        return self.laid.get(stage)
+        return next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
 
     def _refusal(self, stage: int, grid: Grid, error: Uncuttable) -> str:
         names = [call.name for call in self.calls(stage)]
@@ -209,6 +209,14 @@ class Cut:
                 back,
             )
         return self.passages[key]
+
+
+def _cut_dims(rank: int, grid: Grid) -> tuple[int, ...] | None:
+    """The dims of a tensor with channels first that a grid of tiles really cuts."""
+    dims = spatial_dims(rank, grid.tiles)
+    if dims is None:
+        return None
+    return tuple(d for d, n in zip(dims, grid.tiles, strict=True) if n > 1)
 
 
 def cut_up(

@@ -67,7 +67,7 @@ class Passage:
     def plain(self) -> bool:
         """One rank gives all of it to one rank: nothing is cut."""
         full = whole(self.value, (0,))[0]
-        return len(self.moves) == 1 and all(
+        return len(self.held) == len(self.want) == 1 and all(
             box == full for box in (*self.held.values(), *self.want.values())
         )
 

@@ -9,6 +9,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gems.errors import TraceError
+
 
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that two tensors share if, and while, they share memory."""
@@ -63,3 +65,12 @@ class CallMeter(TorchDispatchMode):
                 t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
             )
         return result
+
+
+def refuse_own_generator(name: str, arguments: Any) -> None:
+    """What a generator of the model's own gives depends on who drew from it before."""
+    if any(isinstance(x, torch.Generator) for x in pytree.tree_leaves(arguments)):
+        raise TraceError(
+            f"{name} draws from a torch.Generator of the model's own, so its numbers would depend "
+            "on the plan; leave the generator out: GEMS keys the default one by step and call"
+        )

@@ -25,7 +25,7 @@ from gems.errors import TraceError
 from gems.graph import Value
 from gems.torch.calls import Attr, Call, Record, Ref, tensors_in
 from gems.torch.fakes import FakeWeights
-from gems.torch.meter import CallMeter, storage_of
+from gems.torch.meter import CallMeter, refuse_own_generator, storage_of
 from gems.torch.norms import tracked
 
 REMEDY = (
@@ -173,7 +173,9 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         """See module calls, autograd functions and checkpoint regions; restored at the end."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        call = nn.Module.__call__
+        # Below `Function.apply`, so that an `apply` somebody took hold of earlier leads here, too.
+        below: Any = torch.autograd.function._SingleLevelFunction
         region = torch_checkpoint._checkpoint_without_reentrant_generator
 
         def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -187,12 +189,12 @@ class _Recorder(TorchFunctionMode):
                 return call(module, *args, **kwargs)
 
         def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            original = apply.__get__(None, cls)  # not cls.apply: that is us
+            original = super(below, cls).apply
             if threading.get_ident() != self.thread or self.inside:
                 return original(*args, **kwargs)
             if issubclass(cls, torch_checkpoint.CheckpointFunction):
                 return self._region(lambda: args[0](*args[2:]))
-            return self._note(None, original, args, kwargs, lambda: original(*args, **kwargs))
+            return self._note(None, cls.apply, args, kwargs, lambda: original(*args, **kwargs))
 
         def region_generator(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
             if threading.get_ident() != self.thread or self.inside:
@@ -202,13 +204,13 @@ class _Recorder(TorchFunctionMode):
                 yield
 
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(function_apply)  # type: ignore[assignment]
+        below.apply = classmethod(function_apply)
         torch_checkpoint._checkpoint_without_reentrant_generator = region_generator
         try:
             yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[assignment]
+            del below.apply
             torch_checkpoint._checkpoint_without_reentrant_generator = region
 
     def _region(self, run: Callable[[], Any]) -> Any:
@@ -261,7 +263,7 @@ class _Recorder(TorchFunctionMode):
             before = [t._version for t in watched]
             result = self._metered(path, func, run)
             if self.meter.random and path is None:
-                _refuse_own_generator(name_of(func), (args, kwargs))
+                refuse_own_generator(name_of(func), (args, kwargs))
             changed = [t for t, v in zip(watched, before, strict=True) if t._version != v]
             made = list(tensors_in(result))
             # Otherwise it gave a shape, a dtype, a flag: Python has that.
@@ -481,15 +483,6 @@ def name_of(func: Any) -> str:
     if name == "__get__" or name == "apply":
         name = getattr(owner, "__name__", name)
     return name.strip("_") or name
-
-
-def _refuse_own_generator(name: str, arguments: Any) -> None:
-    """What a generator of the model's own gives depends on who drew from it before."""
-    if any(isinstance(x, torch.Generator) for x in pytree.tree_leaves(arguments)):
-        raise TraceError(
-            f"{name} draws from a torch.Generator of the model's own, so its numbers would depend "
-            "on the plan; leave the generator out: GEMS keys the default one by step and call"
-        )
 
 
 def _looks_at_values(error: BaseException) -> bool:

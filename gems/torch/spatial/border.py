@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gems.geometry import Box
-from gems.layout import Span, Spans, clip
+from gems.layout import Span, around
 from gems.torch.calls import Ref
 from gems.torch.spatial.rule import Site
 from gems.torch.spatial.team import Exchange, Fetch
@@ -80,12 +78,7 @@ def _around(site: Site, x: Ref) -> Callable[[Tensor], Tensor]:
     layout = site.layouts[x.name]
     wants, me = site.wants[x.name], site.team.place
     pieces, at = [], []
-    for shifts in itertools.product((0, -1, 1), repeat=len(layout.dims)):
-        moved = [s * layout.shape[d] for s, d in zip(shifts, layout.dims, strict=True)]
-        spans = _shifted(wants, layout, moved)
-        boxes = layout.boxes(spans)
-        if all(box.empty for box in boxes):
-            continue
+    for moved, boxes in around(layout, wants):
         pieces.append(boxes)
         mine = boxes[site.team.me]
         start = [0] * len(layout.shape)
@@ -101,11 +94,3 @@ def _around(site: Site, x: Ref) -> Callable[[Tensor], Tensor]:
         frame[dim] = high - low
     exchange = Exchange(site.team, layout.boxes(), pieces, at, frame)
     return lambda t: Fetch.apply(t, exchange, site.memory.now)  # type: ignore[no-any-return]
-
-
-def _shifted(wants: Spans, layout: Any, moved: list[int]) -> Spans:
-    """The part of each span that lies in a copy of the image this far away, as its own cells."""
-    return tuple(
-        tuple(clip((a + move, b + move), layout.shape[dim]) for a, b in row)
-        for row, move, dim in zip(wants, moved, layout.dims, strict=True)
-    )

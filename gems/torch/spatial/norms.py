@@ -92,8 +92,9 @@ def _moments(x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         size = groups.samples * groups.count if groups.count else groups.channels
         nothing = torch.zeros(size, dtype=wide, device=x.device)
         return nothing, nothing
-    inner = (x if place.inner is None else x[place.inner]).to(wide).contiguous()
     rows = groups.samples * (groups.count or groups.channels)
+    inner = (x if place.inner is None else x[place.inner]).to(wide)
+    inner = inner.reshape(1, rows, -1).contiguous()
     # Of ATen's kernels the quickest that gives both, three times as fast as BatchNorm's own.
     _, mean, invert = torch.ops.aten.native_group_norm(
         inner, None, None, 1, rows, inner.numel() // rows, rows, 0.0
@@ -117,6 +118,8 @@ class Normalise(torch.autograd.Function):
         ctx.place, ctx.eps, ctx.biased = place, eps, bias is not None
         ctx.save_for_backward(x, weight, mean, variance)
         groups = place.groups
+        if not x.numel():
+            return torch.empty_like(x)
         y = F.batch_norm(
             _rows(x), groups.spread(mean), groups.spread(variance), _every(weight, groups),
             _every(bias, groups), False, 0.0, eps,
@@ -127,6 +130,10 @@ class Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         x, weight, mean, variance = ctx.saved_tensors
         place, g, groups = ctx.place, gradients[0].contiguous(), ctx.place.groups
+        if not x.numel():  # nothing to add, but the others wait
+            place.team.total(torch.zeros_like(torch.stack((mean, mean))))
+            none = None if weight is None else torch.zeros_like(weight)
+            return torch.zeros_like(x), none, none if ctx.biased else None, None, None, None, None
         w = _every(weight, groups)
         if w is None:
             w = groups.spread(torch.ones_like(mean))
@@ -193,13 +200,15 @@ def batch_norm(ask: Ask) -> Rule:
         training = a["training"]
     if not training:
         return local(ask, a["input"])
-    if ask.module is None and not (a["running_mean"] is None and a["running_var"] is None):
-        raise NoCut("keeps running statistics by itself; use nn.BatchNorm")
 
     def work(a: dict[str, Any], x: Tensor, place: Place) -> Tensor:
         mean, variance = _taken(x, place)
         if ask.module is not None:
             _remember(ask.module, mean, variance, place.cells)
+        elif a["running_mean"] is not None:
+            _average(
+                a["running_mean"], a["running_var"], mean, variance, place.cells, a["momentum"]
+            )
         return _normalised(x, a, mean, variance, place)
 
     return normalised(ask, a["input"], 0, _batch_norm, BATCH_NORM, work)
@@ -222,17 +231,21 @@ def _remember(module: Any, mean: Tensor, variance: Tensor, cells: int) -> None:
     """Running averages, as BatchNorm keeps them; the same on every rank."""
     if not module.training or module.running_mean is None:
         return
+    module.num_batches_tracked.add_(1)
+    part = module.momentum
+    if part is None:
+        part = 1.0 / float(module.num_batches_tracked)
+    _average(module.running_mean, module.running_var, mean, variance, cells, part)
+
+
+def _average(
+    means: Tensor, variances: Tensor, mean: Tensor, variance: Tensor, cells: int, part: float
+) -> None:
+    """Running averages take a part of what was seen; of the variance, the unbiased one."""
     with torch.no_grad():
-        module.num_batches_tracked.add_(1)
-        part = module.momentum
-        if part is None:
-            part = 1.0 / float(module.num_batches_tracked)
-        _average(module, mean, variance * (cells / max(cells - 1, 1)), part)
-
-
-def _average(module: Any, mean: Tensor, variance: Tensor, part: float) -> None:
-    module.running_mean.mul_(1 - part).add_(mean.to(module.running_mean), alpha=part)
-    module.running_var.mul_(1 - part).add_(variance.to(module.running_var), alpha=part)
+        unbiased = variance * (cells / max(cells - 1, 1))
+        means.mul_(1 - part).add_(mean.to(means), alpha=part)
+        variances.mul_(1 - part).add_(unbiased.to(variances), alpha=part)
 
 
 def _group_norm(
@@ -285,10 +298,9 @@ def _remember_instances(module: Any, mean: Tensor, variance: Tensor, place: Plac
     """The running averages of instance norm take the mean over the samples."""
     if module.momentum is None or module.running_mean is None:
         return
-    cells = place.cells
     mean, variance = (t.view(-1, place.groups.channels).mean(0) for t in (mean, variance))
-    with torch.no_grad():
-        _average(module, mean, variance * (cells / max(cells - 1, 1)), module.momentum)
+    running = (module.running_mean, module.running_var)
+    _average(*running, mean, variance, place.cells, module.momentum)
 
 
 def normalised(

@@ -54,11 +54,10 @@ def pointwise(ask: Ask) -> Rule:
     def bind(site: Site) -> Run:
         box = site.out(ask.call.writes[0])
 
-        def change(place: Ref | Attr) -> Callable[[Tensor], Tensor]:
+        def change(place: Ref | Attr | Tensor) -> Callable[[Tensor], Tensor]:
             if isinstance(place, Ref) and place.name in windows:
                 return site.fetch(place, None)
-            whole = ask.shape(place) if isinstance(place, Ref) else ask.weights[place.name].shape
-            return part_of(whole, box, dims)
+            return part_of(ask.whole(place), box, dims)
 
         return site.mapped(site.original, change)
 

@@ -66,8 +66,10 @@ def interpolate(ask: Ask) -> Rule:
     if a["antialias"] or mode not in (*LINEAR, *NEAREST, "bicubic"):
         raise NoCut(f"interpolates by mode {mode!r}{' with antialias' * bool(a['antialias'])}")
     scales = _scales(a, len(shape) - 2)
+    # A dim that keeps its length is copied; ATen's bicubic does so only if all of them do.
+    copies = mode != "bicubic" or shape[2:] == layout.shape[2:]
     axes = {
-        d: _resample(mode, corners, layout.shape[d], shape[d], scales[d - 2])
+        d: _resample(mode, corners, layout.shape[d], shape[d], scales[d - 2], copies)
         for d in range(2, len(shape))
     }
     windows = tuple(axes[d].taps() if d > 1 else Taps(*_straight(layout, d)) for d in layout.dims)
@@ -81,7 +83,7 @@ def interpolate(ask: Ask) -> Rule:
         def work(a: dict[str, Any]) -> Tensor:
             t = fetch(a["input"])
             if out.empty:
-                return t.new_zeros(out.shape) + 0 * t.sum()
+                return site.nothing(t)
             if native is not None:
                 return native(t)
             for d in (*layout.dims, *whole):
@@ -140,8 +142,10 @@ def _scales(a: dict[str, Any], count: int) -> list[float | None]:
     return [float(s) for s in scale]
 
 
-def _resample(mode: str, corners: bool, n: int, m: int, scale: float | None) -> Resample:
-    if n == m and mode not in NEAREST:
+def _resample(
+    mode: str, corners: bool, n: int, m: int, scale: float | None, copies: bool
+) -> Resample:
+    if n == m and copies and mode not in NEAREST:
         return Resample((tuple(range(n)),), ((1.0,) * n,), n)
     if mode in NEAREST:
         # ATen's index map is float32 arithmetic of its own: let it say where it looks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry import Box
 from gems.graph import Value, Weight
 from gems.layout import Layout, Spans, clipped
-from gems.torch.calls import Call, Ref, is_place
+from gems.torch.calls import Attr, Call, Ref, is_place
 from gems.torch.random import Draws
 from gems.torch.record import name_of
 from gems.torch.spatial.stash import Slabs
@@ -49,6 +49,7 @@ class Rule:
     outs: dict[str, Layout]
     windows: dict[str, tuple[Window, ...]]
     bind: Callable[[Site], Run]
+    circular: bool = False  # what leaves the image at one end is read at the other
 
 
 @dataclass
@@ -56,12 +57,20 @@ class Ask:
     """One call, and what is known before it."""
 
     call: Call
-    module: nn.Module | None
+    model: nn.Module
     values: Mapping[str, Value]
     layouts: Mapping[str, Layout]
     weights: Mapping[str, Weight]
-    makers: Mapping[str, Ask]  # of every value so far
+    makers: Mapping[str, Call]  # of every value
     draws: Draws
+
+    @cached_property
+    def module(self) -> nn.Module | None:
+        return None if self.call.module is None else self.model.get_submodule(self.call.module)
+
+    def maker(self, name: str) -> Ask | None:
+        """The same about the call that makes a value, in whatever stage."""
+        return replace(self, call=self.makers[name]) if name in self.makers else None
 
     @property
     def name(self) -> str:
@@ -96,6 +105,12 @@ class Ask:
     def named(self, stub: Run, attributes: Sequence[str] = ()) -> dict[str, Any]:
         """The recorded arguments by name: of a function, or of a module's input and settings."""
         return _named(stub, self.module, attributes, self.call.args, self.call.kwargs)
+
+    def whole(self, place: Ref | Attr | Tensor) -> tuple[int, ...]:
+        """The shape of an operand that is not cut."""
+        if isinstance(place, Ref):
+            return self.shape(place)
+        return tuple(self.weights[place.name].shape if isinstance(place, Attr) else place.shape)
 
     def primary(self, x: Any) -> Layout:
         """The layout of the input that matters, which must be the only cut one."""
@@ -214,6 +229,12 @@ class Site:
 
         return view
 
+    def nothing(self, *alive: Tensor | None) -> Tensor:
+        """The result of a rank that has none, which backward passes all the same."""
+        tensors = [t for t in alive if t is not None]
+        empty = tensors[0].new_zeros(self.out().shape)
+        return empty + 0 * sum(t.sum() for t in tensors)
+
     def named(self, stub: Run, work: Callable[[dict[str, Any]], Any], *attributes: str) -> Run:
         """What to call: `work` on the arguments by name, with the module's settings as they are."""
         module = self.ask.module
@@ -224,9 +245,12 @@ class Site:
         return run
 
     def mapped(self, work: Run, change: Callable[[Any], Callable[[Tensor], Tensor]]) -> Run:
-        """`work` on the call's own arguments, each tensor changed as `change(its place)` says."""
+        """`work` on the call's own arguments, each tensor changed as `change(its place)` says.
+
+        A place is a `Ref`, an `Attr`, or a tensor that is neither value nor weight: a constant.
+        """
         places = pytree.tree_leaves((self.call.args, self.call.kwargs), is_leaf=is_place)
-        changes = [change(x) if is_place(x) else None for x in places]
+        changes = [change(x) if is_place(x) or isinstance(x, Tensor) else None for x in places]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, form = pytree.tree_flatten((args, kwargs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -148,13 +149,16 @@ def pad(ask: Ask) -> Rule:
 
         def run(t: Tensor, *_: Any, **__: Any) -> Tensor:
             t = fetch(t)
+            if site.out().empty:
+                return site.nothing(t)
             if not any(left):
                 return t
             return F.pad(t, left, mode, value if mode == "constant" else None)
 
         return run
 
-    return one_place(ask, x, layout.dims, windows, bind)
+    found = one_place(ask, x, layout.dims, windows, bind)
+    return replace(found, circular=mode == "circular")
 
 
 @rule(("getitem",))
@@ -268,8 +272,10 @@ def reshape(ask: Ask) -> Rule:
 def _kept(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int]:
     """Where a dim is in another shape of the same cells, and how many cells each of its has."""
     before = prod(old[:dim])
+    if tuple(new[: dim + 1]) == tuple(old[: dim + 1]):
+        return dim, 1
     for at, size in enumerate(new):
-        if prod(new[:at]) == before and size % old[dim] == 0 and size > 1:
+        if prod(new[:at]) == before and size % old[dim] == 0 and (size > 1 or old[dim] == 1):
             times = size // old[dim]
             if times == 1 or times == prod(_joined(old, dim, times)):
                 return at, times
@@ -305,9 +311,12 @@ def pixel_shuffle(ask: Ask) -> Rule:
                 crop.append((dim, start, out.shape[dim]))
 
         def work(a: dict[str, Any]) -> Tensor:
-            y = F.pixel_shuffle(fetch(a["input"]), times)
+            t = fetch(a["input"])
+            if out.empty:
+                return site.nothing(t)
+            y = F.pixel_shuffle(t, times)
             for dim, start, length in crop:
-                y = y.narrow(dim, start if length else 0, length)
+                y = y.narrow(dim, start, length)
             return y
 
         return site.named(_shuffle, work, "upscale_factor")
@@ -324,9 +333,12 @@ def pixel_unshuffle(ask: Ask) -> Rule:
     windows = [Shrink(times) if d in spatial else Same() for d in layout.dims]
 
     def bind(site: Site) -> Run:
-        fetch = site.fetch(x, None)
-        return site.named(
-            _unshuffle, lambda a: F.pixel_unshuffle(fetch(a["input"]), times), "downscale_factor"
-        )
+        fetch, empty = site.fetch(x, None), site.out().empty
+
+        def work(a: dict[str, Any]) -> Tensor:
+            t = fetch(a["input"])
+            return site.nothing(t) if empty else F.pixel_unshuffle(t, times)
+
+        return site.named(_unshuffle, work, "downscale_factor")
 
     return one_place(ask, x, layout.dims, windows, bind)

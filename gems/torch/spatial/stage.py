@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from gems.geometry import Box, moves
-from gems.layout import Layout, Spans, clipped, hulls, read
+from gems.layout import Layout, Spans, around, clipped, hulls, read
 from gems.torch.calls import Call, Record
 from gems.torch.defer import hooked
 from gems.torch.random import Draws
@@ -36,6 +35,7 @@ from gems.torch.spatial.rule import (
 from gems.torch.spatial.team import Team
 from gems.windows import Same
 
+Fetches = tuple[tuple[Box, ...], list[tuple[Box, ...]]]  # what all have; what all want, in pieces
 Price = Callable[["Laid"], float]
 
 
@@ -65,15 +65,17 @@ class Laid:
             found.append(1.0 if out is None else _times(self.layouts[out]))
         return found
 
-    def fetches(self) -> list[tuple[Layout, Spans]]:
-        """The exchanges of one forward: of what, and what is wanted."""
+    def fetches(self) -> list[Fetches]:
+        """The exchanges of one forward: what every rank has, and what it wants, in pieces."""
         found = []
         for rule, wants in zip(self.rules, self.wants, strict=True):
             for name, spans in wants.items() if rule else ():
                 layout = self.layouts[name]
-                want = layout.boxes(clipped(spans, layout))
-                if any(w not in h for w, h in zip(want, layout.boxes(), strict=True)):
-                    found.append((layout, spans))
+                have, want = layout.boxes(), layout.boxes(clipped(spans, layout))
+                if rule and rule.circular:
+                    found.append((have, [boxes for _, boxes in around(layout, spans)]))
+                elif any(w not in h for w, h in zip(want, have, strict=True)):
+                    found.append((have, [want]))
         return found
 
 
@@ -116,13 +118,12 @@ def _cut(
     draws: Draws,
 ) -> Laid:
     layouts = dict(entering)
-    makers: dict[str, Ask] = {}
     laid = Laid(list(calls), [], [], layouts)
     weights = {**record.parameters, **record.buffers}
+    makers = {name: call for call in record.calls for name in call.writes}
     inplace: dict[str, str] = {}  # a value made by a change in place -> the value before
     for call in calls:
-        module = None if call.module is None else model.get_submodule(call.module)
-        ask = Ask(call, module, record.values, dict(layouts), weights, makers, draws)
+        ask = Ask(call, model, record.values, dict(layouts), weights, makers, draws)
         rule = None
         if ask.cut:
             try:
@@ -134,7 +135,6 @@ def _cut(
         for old, new in call.mutates:
             for made in (new,) if new else call.writes:
                 inplace[made] = old
-        makers.update(dict.fromkeys(call.writes, ask))
         laid.asks.append(ask)
         laid.rules.append(rule)
     return laid
@@ -153,6 +153,9 @@ def _in_place(call: Call, chain: Mapping[str, str]) -> None:
 
 def _rule(ask: Ask) -> Rule:
     make = ask.make
+    owner = getattr(ask.call.function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        raise NoCut("is an autograd function; what its backward looks at is not known")
     if make is None:
         if not ask.call.pointwise:
             raise NoCut("is not a layer that is known to have an exact cut")
@@ -231,25 +234,30 @@ def bind(laid: Laid, team: Team) -> Bound:
         if rule is None:
             continue
         site = Site(team, ask, rule, laid.layouts, wants, memory)
-        runs[ask.call.name] = _guarded(rule.bind(site), ask, memory)
+        runs[ask.call.name] = _guarded(rule.bind(site), site, memory)
     return Bound(team, laid, runs, memory)
 
 
-def _guarded(run: Run, ask: Ask, memory: Memory) -> Run:
+def _guarded(run: Run, site: Site, memory: Memory) -> Run:
     """A cut call with results of the recorded types, after which no slab is known any more.
 
-    Autocast may run a layer in another precision than the parts that it was taken into. And a slab
-    is known by its memory, which is somebody else's once its layer has run.
+    Autocast may run a layer in another precision than the parts that it was taken into. A layer on
+    a tile without cells may give no cells of another shape. And a slab is known by its memory,
+    which is somebody else's once its layer has run.
     """
-    dtypes = [getattr(torch, ask.values[name].dtype) for _, name in ask.call.outs]
+    names = [name for _, name in site.call.outs]
+    dtypes = [getattr(torch, site.ask.values[name].dtype) for name in names]
+    shape = site.out().shape if names and site.rule.outs and site.out().empty else None
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = run(*args, **kwargs)
         if memory.now is not None:
             memory.now.forget()
-        if isinstance(found, torch.Tensor):
-            return found if found.dtype == dtypes[0] else found.to(dtypes[0])
-        return found
+        if not isinstance(found, torch.Tensor):
+            return found
+        if shape is not None and found.shape != shape:
+            found = found.new_zeros(shape) + 0 * found.sum()
+        return found if found.dtype == dtypes[0] else found.to(dtypes[0])
 
     return wrapped
 
@@ -261,17 +269,18 @@ def spatial_dims(rank: int, grid: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(range(rank - len(grid), rank))
 
 
-def traffic(fetches: Iterable[tuple[Layout, Spans]]) -> list[tuple[int, int]]:
+def traffic(
+    fetches: Iterable[tuple[Sequence[Box], list[tuple[Box, ...]]]],
+) -> list[tuple[int, int]]:
     """Messages and cells that each rank sends in forward for these fetches, as geometry says."""
     found: list[list[int]] = []
-    for layout, spans in fetches:
-        boxes = layout.boxes()
-        found = found or [[0, 0] for _ in boxes]
+    for have, pieces in fetches:
+        found = found or [[0, 0] for _ in have]
         pairs = set()
-        for move in moves(boxes, layout.boxes(clipped(spans, layout))):
+        for move in (move for want in pieces for move in moves(have, want)):
             if move.source != move.target:
                 pairs.add((move.source, move.target))
-                found[move.source][1] += prod(move.box.shape)
+                found[move.source][1] += move.box.size
         for source, _ in pairs:
             found[source][0] += 1
     return [(a, b) for a, b in found]

@@ -78,8 +78,8 @@ def _sum(t: Tensor, dims: tuple[int, ...], keep: bool, site: Site) -> Tensor:
 def _most(t: Tensor, dims: tuple[int, ...], keep: bool, site: Site) -> Tensor:
     """The largest; like ATen's amax, all cells that are as large share its gradient."""
     with torch.no_grad():
-        low = t.new_full((), -torch.inf)
-        mine = t.amax(dims, keepdim=True) if t.numel() else low.expand(_kept(t.shape, dims))
+        nothing = _kept(t.shape, dims)
+        mine = t.amax(dims, keepdim=True) if t.numel() else t.new_full(nothing, -torch.inf)
         best = torch.stack(site.team.rows(mine.contiguous())).amax(0)
         equal = (t == best).to(t.dtype)
         equal /= site.team.total(equal.sum(dims, keepdim=True))
@@ -326,11 +326,10 @@ def elementwise(ask: Ask) -> Rule:
     def bind(site: Site) -> Run:
         box = site.own(ask.cut[0])
 
-        def change(place: Ref | Attr) -> Callable[[Tensor], Tensor]:
+        def change(place: Ref | Attr | Tensor) -> Callable[[Tensor], Tensor]:
             if isinstance(place, Ref) and place.name in ask.layouts:
                 return site.fetch(place, None)
-            whole = ask.shape(place) if isinstance(place, Ref) else ask.weights[place.name].shape
-            return part_of(whole, box, layout.dims)
+            return part_of(ask.whole(place), box, layout.dims)
 
         def work(*args: Any, **kwargs: Any) -> Tensor:
             if ask.module is not None:

@@ -69,13 +69,6 @@ def batched(layout: Layout, count: int) -> Frame:
     return Frame(layout, count)
 
 
-def nothing(site: Site, *alive: Tensor | None) -> Tensor:
-    """The result of a rank that has none, which backward passes all the same."""
-    tensors = [t for t in alive if t is not None]
-    empty = tensors[0].new_zeros(site.out().shape)
-    return empty + 0 * sum(t.sum() for t in tensors)
-
-
 # --- convolution --------------------------------------------------------------------------------
 
 
@@ -127,12 +120,12 @@ def convolution(ask: Ask) -> Rule:
 
         def work(a: dict[str, Any]) -> Tensor:
             slab = fetch(a["input"])
-            return nothing(site, slab, a["weight"], a["bias"]) if empty else run(slab, a)
+            return site.nothing(slab, a["weight"], a["bias"]) if empty else run(slab, a)
 
         return site.named(_conv, work, *CONV)
 
     outs = {ask.out: layout.follow(ask.shape(ask.out), layout.dims, windows)}
-    return Rule(outs, {x.name: windows}, bind)
+    return Rule(outs, {x.name: windows}, bind, circular=mode == "circular")
 
 
 def _weight_shape(ask: Ask, weight: Any) -> tuple[int, ...]:
@@ -201,7 +194,7 @@ def transposed_convolution(ask: Ask) -> Rule:
         def work(a: dict[str, Any]) -> Tensor:
             part, weight, bias = fetch(a["input"]), a["weight"], a["bias"]
             if out.empty or read.empty:
-                y = nothing(site, part, weight, bias)
+                y = site.nothing(part, weight, bias)
             else:
                 y = run(
                     part, weight, None, stride, frame.uncut(padding), frame.uncut(extra),
@@ -253,7 +246,7 @@ def max_pool(ask: Ask) -> Rule:
         def work(a: dict[str, Any]) -> Any:
             slab = fetch(a["input"])
             if out.empty:
-                y = nothing(site, slab)
+                y = site.nothing(slab)
                 return (y, torch.zeros_like(y, dtype=torch.int64)) if indices else y
             found = run(
                 slab, pool.kernel, pool.stride, frame.uncut(pool.padding), pool.dilation,
@@ -345,7 +338,7 @@ def average_pool(ask: Ask) -> Rule:
         def work(a: dict[str, Any]) -> Tensor:
             slab = fetch(a["input"])
             if out.empty:
-                return nothing(site, slab)
+                return site.nothing(slab)
             if any(pads):
                 slab = F.pad(slab, pads)
             y = AVERAGE_POOLS[count](slab, pool.kernel, pool.stride)
@@ -408,7 +401,7 @@ def max_unpool(ask: Ask) -> Rule:
     pool = _Pool.of(a, count)
     if layout is None or ask.layout(where) is None or layout.dims != ask.layouts[where.name].dims:
         raise NoCut("takes values and indices that are not cut the same way")
-    maker = ask.makers.get(where.name)
+    maker = ask.maker(where.name)
     if maker is None or _pool_of(maker, count) != pool:
         raise NoCut("takes indices that do not come from a max-pool with the same windows")
     frame = batched(layout, count)
@@ -423,7 +416,7 @@ def max_unpool(ask: Ask) -> Rule:
         def work(a: dict[str, Any]) -> Tensor:
             part, at = fetch(a["input"]), fetch_where(a["indices"])
             if out.empty:
-                return nothing(site, part)
+                return site.nothing(part)
             flat, inside = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
             for d in range(count):
                 place = at // prod(shape[3 + d :]) % shape[2 + d] - out.start[2 + d]
