@@ -1,8 +1,8 @@
 """Random stacks of layers on random grids, cut anywhere: the same numbers as uncut.
 
 A case is a network, a grid, the points where its input is cut, and how many layers fetch together.
-Its number decides all of that, and is printed with the network if it fails. 600 cases run by
-themselves, in about a minute; thousands, and one of them again, by
+Its number decides all of that, and is printed with the network if it fails. 520 cases run by
+themselves, in less than a minute; thousands, and one of them again, by
 
     GEMS_CASES=5000 .venv/bin/python -m pytest tests/test_spatial_generated.py -q
     GEMS_CASES=4712 .venv/bin/python -m pytest tests/test_spatial_generated.py -q -k "case_4711_"
@@ -26,7 +26,7 @@ from tests.spatial import Plain, Points
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]  # samples, channels, and the image's dims
-CASES = int(os.environ.get("GEMS_CASES", "600"))
+CASES = int(os.environ.get("GEMS_CASES", "520"))
 CUTS = 4  # of each network, which is built and recorded once for all of them
 LONGEST, LARGEST = 20, 6000  # cells along a dim, numbers in a tensor
 TRIES = 30  # draws of a layer until one fits the image

@@ -35,7 +35,7 @@ CUTS: dict[int, list[Cut]] = {
     3: [((2, 2, 2), None, 1), ((1, 3, 1), [(1, 5)], 9)],
 }
 FEWER: dict[int, list[Cut]] = {1: CUTS[1][1:], 2: [((3, 2), [(2, 2), (7,)], 2)], 3: CUTS[3][1:]}
-MORE: list[Cut] = [((8, 1), None, 1), ((8, 1), None, 9), ((1, 5), [(0, 9, 9, 9)], 2)]
+MORE: list[Cut] = [((8, 1), None, 9), ((1, 5), [(0, 9, 9, 9)], 1)]
 
 
 class Function(nn.Module):
