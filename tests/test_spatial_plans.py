@@ -190,6 +190,29 @@ def test_slices_without_samples() -> None:
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
 
 
+def test_another_size_each_step() -> None:
+    """Cut points, halos and messages follow the images."""
+    model = classifier()
+    data = [*labelled(8, 1), *batches((8, 3, 26, 17), CLASSES, 1, torch.float64), *labelled(4, 1)]
+    for name in ("1f1b, 4 tiles to 2 to whole", "gems, 3 stages"):
+        assert_equal(planned(model, data, PLANS[name]), plainly(model, data, PLANS[name].total))
+
+
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(2, 3),
+    "expanded": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "every other row": lambda x: x[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_images_of_any_strides(name: str) -> None:
+    model, plan = classifier(), PLANS["1f1b, 4 tiles to 2 to whole"]
+    data = [(STRIDED[name](x), y) for x, y in labelled(8, 1)]
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
 # --- junctions of every kind ---------------------------------------------------------------------
 
 
@@ -289,6 +312,34 @@ def test_integers_cross_between_stages(name: str) -> None:
     stages, spatial = POINTERS[name]
     model, plan = Pointers().double(), Plan(stages=stages, micro_batches=2, spatial=spatial)
     assert_equal(planned(model, labelled(), plan), plainly(model, labelled(), 2))
+
+
+class Crossed(nn.Module):
+    """A number, a whole value and tiles cross from stage to stage, and every stage reads images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.c, self.head = nn.Conv2d(3, 4, 3, padding=1, stride=2), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a = self.a(x)
+        scale, means = a.abs().mean(), a.mean((2, 3))
+        b = self.b(a.relu()) * scale + x.mean(1, keepdim=True)
+        c = F.interpolate(self.c(y), size=x.shape[2:], mode="bilinear")
+        return self.head((b + c * a).mean((2, 3)) + means * scale)
+
+
+@pytest.mark.parametrize("spatial", [[(1, 2)], [(2, 1), (2, 1)], [(2, 2), (1, 2), (2, 1)]])
+def test_numbers_whole_values_and_images_in_every_stage(spatial: Any) -> None:
+    torch.manual_seed(0)
+    model, plan = Crossed().double(), Plan(stages=3, micro_batches=2, spatial=spatial)
+    draw = torch.Generator().manual_seed(2)
+    data = [
+        ((x, torch.randn((4, 3, 33, 29), generator=draw, dtype=torch.float64)), y)
+        for x, y in labelled(4)
+    ]
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
 
 
 class Told(nn.Module):
@@ -563,6 +614,10 @@ LOSSES: dict[str, tuple[Any, Any]] = {
     "by hand": (lambda o, t: ((o - t) ** 2).mean(), numbers),
     "by hand, per channel": (lambda o, t: ((o - t) ** 2).mean((0, 2, 3)).max(), numbers),
     "masked": (masked_mean, masked),
+    "by position": (lambda o, t: F.huber_loss(o, t, "mean", 0.3), numbers),
+    "by name": (lambda o, t: F.cross_entropy(input=o, target=t, reduction="mean"), counted),
+    "of some channels": (lambda o, t: F.mse_loss(o[:, 1:3], t[:, 1:3]), numbers),
+    "worst pixel": (lambda o, t: (o - t).abs().amax((1, 2, 3)).mean(), numbers),
     "Dice": (Dice().double(), chances),
     "both": (Both(), chances),
     "without a target": (lambda o, _: (o.softmax(1) * o.log_softmax(1)).sum(1).mean(), numbers),
