@@ -134,7 +134,7 @@ PLANS: dict[str, Plan] = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_cut_image_trains_like_a_whole_one(name: str) -> None:
-    plan, model, data = PLANS[name], classifier(), labelled()
+    plan, model, data = PLANS[name], classifier(), labelled(8, 1)
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
 
 
@@ -236,7 +236,7 @@ POOLED = {
 
 @pytest.mark.parametrize("name", POOLED)
 def test_a_value_that_every_tile_has_whole_crosses_once(name: str) -> None:
-    plan, model, data = POOLED[name], pooled_early(), labelled()
+    plan, model, data = POOLED[name], pooled_early(), labelled(8, 1)
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
 
 

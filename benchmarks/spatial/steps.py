@@ -17,7 +17,7 @@ from gems.plan import Plan
 from gems.torch.trainer import Trainer
 
 PLANS: dict[str, dict[str, Any]] = {
-    "gems one rank": {},
+    "gems one rank": {"spatial": [(1, 1)]},
     "rows": {"spatial": [(2, 1)]},
     "columns": {"spatial": [(1, 2)]},
     "rows, d2": {"spatial": [(2, 1)], "halo": "d2"},

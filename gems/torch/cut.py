@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from gems.errors import PlanError
 from gems.geometry import Box
-from gems.graph import Value, crossings
+from gems.graph import ITEMSIZE, Value, crossings
 from gems.grid import Grid
 from gems.layout import Layout, even
 from gems.machine import Machine
@@ -114,15 +115,20 @@ class Cut:
         """Layers fetch together while the messages saved cost more than the work done twice."""
         device, link = self.machine.device, self.machine.link
         rate = device.flops * device.compute_efficiency
+        graph = self.trace.graph
+        size = ITEMSIZE[graph.value[graph.inputs[0]].dtype]
 
         def price(laid: Laid) -> float:
+            """Seconds of the busiest rank: strips there and back, and what is computed again,
+            once forward and twice as much backward."""
             sent = traffic(laid.fetches())
-            messages = sum(link.seconds(0) * m + 4 * n / link.bandwidth for m, n in sent[:1])
+            strips = max((m * link.latency + n * size / link.bandwidth for m, n in sent), default=0)
+            tiles = max((prod(x.grid) for x in laid.layouts.values()), default=1)
             again = sum(
-                call.flops * (times - 1)
+                call.flops / tiles * (times - 1)
                 for call, times in zip(laid.calls, laid.extra(), strict=True)
             )
-            return messages + again / rate
+            return 2 * strips + 3 * again / rate
 
         return cheapest(make, price)
 

@@ -336,9 +336,11 @@ def normalised(
 def _place(site: Site, name: str, at: Box, groups: int) -> Place:
     own = site.layouts[name].own_boxes()
     mine = own[site.team.me]
-    inner = None if mine == at else mine.relative_to(at).slices()
-    if mine.empty:
+    inner = None
+    if mine.empty:  # but it may compute cells for others
         inner = tuple(slice(0, n) for n in mine.shape)
+    elif mine != at:
+        inner = mine.relative_to(at).slices()
     samples, channels = at.shape[:2]
     counts = []
     for box in own:
