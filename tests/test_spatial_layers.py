@@ -18,6 +18,7 @@ from torch import nn
 
 from gems.errors import PlanError
 from gems.plan import Plan
+from gems.torch.spatial.stage import Uncuttable
 from gems.torch.trainer import Trainer
 from gems.transport.local import run
 from tests.exact import alone, assert_equal, planned, sgd
@@ -1079,3 +1080,11 @@ def test_a_first_layer_without_an_exact_cut_ends_the_spatial_stages_before_it() 
     plan = Plan(stages=1, spatial=(2, 2), schedule="sequential")
     with pytest.raises(PlanError, match="let the spatial stages end before stage 0"):
         run(4, lambda transport: trainer(transport, model, plan))
+
+
+def test_pixel_shuffle_of_a_volume_cut_in_depth_is_refused() -> None:
+    """It takes the dim before the last two for channels."""
+    plain = Plain(nn.PixelShuffle(2), torch.randn(1, 2, 4, 3, 3))
+    with pytest.raises(Uncuttable, match="takes dim 2 for channels, which is cut"):
+        plain.cut((2, 1, 1))
+    plain.cut((1, 2, 2))

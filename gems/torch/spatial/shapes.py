@@ -294,12 +294,20 @@ def _shuffle(input: Any, upscale_factor: int) -> None: ...
 def _unshuffle(input: Any, downscale_factor: int) -> None: ...
 
 
+def _shuffled_dims(layout: Layout) -> range:
+    """The last two; the dim before them holds the channels, also those of a volume."""
+    rank = len(layout.shape)
+    if rank - 3 in layout.dims:
+        raise NoCut(f"takes dim {rank - 3} for channels, which is cut")
+    return range(rank - 2, rank)
+
+
 @rule(("pixel_shuffle",), (nn.PixelShuffle,))
 def pixel_shuffle(ask: Ask) -> Rule:
     a = ask.named(_shuffle, ("upscale_factor",))
     x, times = a["input"], int(a["upscale_factor"])
     layout = ask.primary(x)
-    spatial = range(len(layout.shape) - 2, len(layout.shape))
+    spatial = _shuffled_dims(layout)
     windows = [Grow(times) if d in spatial else Same() for d in layout.dims]
 
     def bind(site: Site) -> Run:
@@ -329,7 +337,7 @@ def pixel_unshuffle(ask: Ask) -> Rule:
     a = ask.named(_unshuffle, ("downscale_factor",))
     x, times = a["input"], int(a["downscale_factor"])
     layout = ask.primary(x)
-    spatial = range(len(layout.shape) - 2, len(layout.shape))
+    spatial = _shuffled_dims(layout)
     windows = [Shrink(times) if d in spatial else Same() for d in layout.dims]
 
     def bind(site: Site) -> Run:
