@@ -170,9 +170,6 @@ class Site:
         """This rank's box of a result."""
         return self.layouts[name or next(iter(self.rule.outs))].boxes()[self.team.me]
 
-    def have(self, name: str) -> Box:
-        return self.layouts[name].boxes()[self.team.me]
-
     def own(self, name: str) -> Box:
         return self.layouts[name].own_boxes()[self.team.me]
 
