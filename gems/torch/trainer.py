@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from gems import machine as machines
 from gems.costs import Costs, of_stages
@@ -20,7 +19,6 @@ from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.estimate import estimate
 from gems.files import from_json
-from gems.geometry import Box
 from gems.plan import Plan
 from gems.planner.assign import assign, stages
 from gems.planner.search import explain, search
@@ -31,9 +29,8 @@ from gems.schedule.passes import forward_only, lower
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.batch import Batch, describe, split, tensors
-from gems.torch.calls import Ref, leaves_of
-from gems.torch.cut import Cut
 from gems.torch.launch import connect, device_for
+from gems.torch.outputs import collect
 from gems.torch.profile import measure
 from gems.torch.random import key
 from gems.torch.scale import LossScale
@@ -424,53 +421,10 @@ class Trainer:
                 batch = split(inputs, None, self.plan.total)
                 self._begin(batch, training=False)
                 self._local = self.reader.step(self.steps)
-                return self._collect(batch)
+                return collect(self.adapter, self.plan, self.transport, batch)
         finally:
             for module, training in modes:  # one by one: some may be frozen
                 module.training = training
-
-    def _collect(self, batch: Batch) -> Any:
-        """Outputs of all micro-batches, from the ranks that have them, joined in order."""
-        parts: list[list[torch.Tensor]] = []
-        cut = None
-        for i, size in enumerate(batch.sizes):
-            if not size:
-                continue
-            cut = self.adapter.of[i]
-            own = tensors(self.adapter.outputs.pop(i)) if i in self.adapter.outputs else None
-            parts.append(self._shared(cut, own, self.plan.team_for(self.plan.depth - 1, i)))
-        assert cut is not None
-        sizes = [size for size in batch.sizes if size]
-        joined = iter([_joined(pieces, sizes) for pieces in zip(*parts, strict=True)])
-        return pytree.tree_map(
-            lambda x: next(joined) if isinstance(x, (Ref, torch.Tensor)) else x,
-            cut.trace.record.output,
-            is_leaf=lambda x: isinstance(x, Ref),
-        )
-
-    def _shared(
-        self, cut: Cut, own: list[torch.Tensor] | None, team: tuple[int, ...]
-    ) -> list[torch.Tensor]:
-        """The outputs of one micro-batch, on every rank: each box from the rank that has it."""
-        found = []
-        last = self.plan.depth - 1
-        for at, ref in enumerate(leaves_of(cut.trace.record.output)):
-            value = cut.trace.graph.value[ref.name]
-            dtype = getattr(torch, value.dtype)
-            tensor = torch.empty(value.shape, dtype=dtype)
-            boxes = cut.boxes(last, ref.name, team, own=True)
-            held = cut.boxes(last, ref.name, team, own=False)
-            for rank in _givers(boxes):
-                box = boxes[rank]
-                part = torch.empty(box.shape, dtype=dtype)
-                if rank == self.rank and own is not None:
-                    here = own[at]
-                    part.copy_(here[box.relative_to(held[rank]).slices()] if box.start else here)
-                if self.transport.world > 1:
-                    self.transport.broadcast(part, rank)
-                tensor[box.slices() if box.start else ...] = part
-            found.append(tensor)
-        return found
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -494,25 +448,3 @@ class Trainer:
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
         self.transport.close()
-
-
-def _joined(pieces: Sequence[torch.Tensor], sizes: list[int]) -> torch.Tensor:
-    """One output of all micro-batches: along the samples, or the one that all agree on."""
-    if [piece.shape[0] if piece.dim() else None for piece in pieces] == sizes:
-        return torch.cat(list(pieces))
-    if all(torch.equal(piece, pieces[0]) for piece in pieces):
-        return pieces[0]
-    raise ShapeError(
-        f"an output of shape {tuple(pieces[0].shape)} has no samples along its first dimension "
-        f"(micro-batches have {sizes}) and differs between them, so it cannot be joined; let the "
-        "model return it per sample, or predict with one micro-batch"
-    )
-
-
-def _givers(boxes: Mapping[int, Box]) -> list[int]:
-    """One rank for each box that is not empty."""
-    first: dict[Box, int] = {}
-    for rank, box in boxes.items():
-        if not box.empty:
-            first.setdefault(box, rank)
-    return list(first.values())

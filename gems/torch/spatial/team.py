@@ -146,21 +146,26 @@ class Exchange:
 
     def strips(self, x: Tensor) -> list[Tensor]:
         """What the others send of this tensor, while they are sent what they want."""
+        arriving, sending = self._trade(x, self.receives, self.sends)
+        for _, _, handle in arriving:
+            handle.wait()
+        for handle in sending:
+            handle.wait()
+        return [buffer for _, buffer, _ in arriving]
+
+    def _trade(
+        self, x: Tensor, expected: dict[int, list[Box]], given: dict[int, list[Box]]
+    ) -> tuple[list[tuple[list[Box], Tensor, Handle]], list[Handle]]:
+        """Post what is expected from each member, and send what each is given of `x`."""
         arriving = [
             (boxes, *self.team.post(member, x, sum(b.size for b in boxes)))
-            for member, boxes in sorted(self.receives.items())
+            for member, boxes in sorted(expected.items())
         ]
         sending = [
             self.team.send(member, [x[box.slices()] for box in boxes])
-            for member, boxes in sorted(self.sends.items())
+            for member, boxes in sorted(given.items())
         ]
-        found = []
-        for _, buffer, handle in arriving:
-            handle.wait()
-            found.append(buffer)
-        for handle in sending:
-            handle.wait()
-        return found
+        return arriving, sending
 
     def slab(self, x: Tensor, strips: Sequence[Tensor]) -> Tensor:
         make = torch.full if self.bare else torch.empty
@@ -177,14 +182,7 @@ class Exchange:
 
     def adjoint(self, gradient: Tensor) -> Tensor:
         """The gradient of what this rank has: its own part, and what the others send back."""
-        arriving = [
-            (boxes, *self.team.post(member, gradient, sum(b.size for b in boxes)))
-            for member, boxes in sorted(self.sends.items())
-        ]
-        sending = [
-            self.team.send(member, [gradient[box.slices()] for box in boxes])
-            for member, boxes in sorted(self.receives.items())
-        ]
+        arriving, sending = self._trade(gradient, self.sends, self.receives)
         found = self._own(gradient)
         for boxes, buffer, handle in arriving:
             handle.wait()
