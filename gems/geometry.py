@@ -33,6 +33,11 @@ class Box:
         if any(b < a for a, b in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"a box cannot stop before it starts: {self}")
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))

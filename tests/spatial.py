@@ -127,18 +127,16 @@ class Plain:
         fused: int = 1,
         points: Points | Mapping[str, Points] | None = None,
         dims: Sequence[int] | None = None,
-        overlap: bool = False,
     ) -> list[Rank]:
         """Cut it over a grid of the last dims, or of `dims`, and compare. What each rank found.
 
-        `points` cuts the inputs unevenly: the first one, or each by name. `overlap` computes
-        while strips travel.
+        `points` cuts the inputs unevenly: the first one, or each by name.
         """
         worlds: list[Any] = []
 
         def work(transport: Local) -> Rank:
             worlds.append(transport.shared)
-            options = {"fused": fused, "points": points, "dims": dims, "overlap": overlap}
+            options = {"fused": fused, "points": points, "dims": dims}
             return self.rank(transport, grid, **options)
 
         ranks = run(prod(grid), work)
@@ -177,7 +175,6 @@ class Plain:
         fused: int = 1,
         points: Points | Mapping[str, Points] | None = None,
         dims: Sequence[int] | None = None,
-        overlap: bool = False,
     ) -> Rank:
         """One rank's part of a cut model, over any transport."""
         model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
@@ -185,7 +182,7 @@ class Plain:
         laid = lay_out(self.record, model, calls, entering, draws, fused=fused)
         axes = tuple(n for n in grid if n > 1) or (1,)
         members = tuple(range(transport.world))
-        team = Team(axes, members, transport.rank, transport, overlap=overlap)
+        team = Team(axes, members, transport.rank, transport)
         bound = bind(laid, team)
         program = write(self.record, model, calls, self.outputs, draws, None, bound.runs)
         boxes = {name: bound.box(name) for name in (*self.record.inputs, *self.outputs)}

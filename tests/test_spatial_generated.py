@@ -384,7 +384,7 @@ GRIDS: dict[int, list[Shape]] = {
 
 
 def some_cut(r: Random, shape: Shape, grids: list[Shape]) -> dict[str, Any]:
-    """A grid, cut points that may be anywhere, how many layers fetch together, and how."""
+    """A grid, cut points that may be anywhere, and how many layers fetch together."""
     grid = r.choice(grids)
     points: Points | None = None
     if r.random() < 0.75:
@@ -394,7 +394,7 @@ def some_cut(r: Random, shape: Shape, grids: list[Shape]) -> dict[str, Any]:
             if parts > 1
         ]
     fused = r.choice((1, 1, 2, 3, 5, 99))
-    return {"grid": grid, "points": points, "fused": fused, "overlap": r.random() < 0.3}
+    return {"grid": grid, "points": points, "fused": fused}
 
 
 @pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")

@@ -126,16 +126,6 @@ def test_convolution_in_two_dims(name: str) -> None:
     assert_exact(nn.Conv2d(C, 2 * C, **(CONVOLUTIONS | MODES | RECTANGULAR)[name]), SHAPES[2])
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS | RECTANGULAR)
-def test_convolution_while_strips_travel(name: str) -> None:
-    """The interior first, the pieces around it when the strips are there; backward as well."""
-    torch.manual_seed(0)
-    layer = nn.Conv2d(C, 2 * C, **(CONVOLUTIONS | RECTANGULAR)[name])
-    plain = Plain(between(layer, SHAPES[2]), torch.randn(SHAPES[2]))
-    for grid, points, fused in CUTS[2]:
-        plain.cut(grid, fused=fused, points=points, overlap=True)
-
-
 @pytest.mark.parametrize("dims", [1, 3])
 @pytest.mark.parametrize("name", [*SOME, *SOME_MODES, "same, even kernel"])
 def test_convolution_in_one_and_three_dims(name: str, dims: int) -> None:

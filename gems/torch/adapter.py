@@ -30,6 +30,7 @@ from gems.torch.norms import Statistics, unrecorded
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.spatial.loss import CutLoss, prepare
+from gems.torch.spatial.rule import Notes
 from gems.torch.spatial.stage import Bound
 from gems.torch.spatial.stash import Slabs
 from gems.torch.trace import Trace, trace
@@ -70,11 +71,10 @@ class TorchAdapter:
         seed: int,
         machine: Machine,
         transport: Transport,
-        overlap: bool = False,
         leaves: tuple[str, ...] = (),
     ) -> None:
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
-        self.machine, self.transport, self.overlap = machine, transport, overlap
+        self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
         self.leaves = leaves
         self.draws = Draws(seed, device)
@@ -185,7 +185,7 @@ class TorchAdapter:
         """This rank's place in a stage that is cut."""
         if stage not in cut.laid:
             return None
-        return cut.bind(stage, team, self.rank, self.transport, self.overlap)
+        return cut.bind(stage, team, self.rank, self.transport)
 
     def program(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Program:
         bound = self.bound(cut, stage, team)
@@ -228,14 +228,12 @@ class TorchAdapter:
         kept = Kept({}, None, {}, (), [] if self.training and (stage, i) in self.put_off else None)
         arguments = self._arguments(cut, stage, i, program, received, kept, bound)
         self.draws.at(self.step, i)
-        self.ledger.page = kept.page
         slabs = Slabs(self.weight_storages) if bound is not None and self.training else None
-        with self._around(stage, i, bound, slabs):
+        with self._around(stage, i, bound, slabs, kept.page):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage == self.plan.depth - 1:
                 self._arrive(cut, i, results, kept, bound)
-        self.ledger.page = None
         if self.training:
             sent = {n for (a, _), names in cut.crossing.items() if a == stage for n in names}
             kept.edges = {
@@ -248,21 +246,27 @@ class TorchAdapter:
 
     @contextmanager
     def _around(
-        self, stage: int, i: int, bound: Bound | None, slabs: Slabs | None
+        self,
+        stage: int,
+        i: int,
+        bound: Bound | None,
+        slabs: Slabs | None,
+        page: list[Entry] | None,
     ) -> Iterator[None]:
         """What a forward runs in: statistics in order, autocast, and an eye on what is kept."""
+        notes = Notes() if bound is None else bound.memory
         with ExitStack() as stack:
             if stage in self.statistics:
                 stack.enter_context(self.statistics[stage].during(self.position[i]))
             stack.enter_context(self._autocast())
-            if bound is not None and slabs is not None:
-                bound.memory.now = slabs
+            if slabs is not None:
                 stack.enter_context(slabs.watching())
+            notes.now = slabs
+            self.ledger.page = notes.page = page
             try:
                 yield
             finally:
-                if bound is not None:
-                    bound.memory.now = None
+                self.ledger.page = notes.page = notes.now = None
 
     def _arguments(
         self,

@@ -176,14 +176,12 @@ class Cut:
             f"not known. Cut fewer layers: {before}"
         )
 
-    def bind(
-        self, stage: int, team: tuple[int, ...], rank: int, transport: Transport, overlap: bool
-    ) -> Bound:
+    def bind(self, stage: int, team: tuple[int, ...], rank: int, transport: Transport) -> Bound:
         """A cut stage on one rank of one of its teams."""
         key = (stage, *team)
         if key not in self.bound:
             grid = tuple(n for n in self.plan.grids[stage].shape if n > 1)
-            place = Team(grid, team, team.index(rank), transport, overlap)
+            place = Team(grid, team, team.index(rank), transport)
             self.bound[key] = bind(self.laid[stage], place)
         return self.bound[key]
 

@@ -200,5 +200,10 @@ def hooked(module: nn.Module) -> bool:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, kind, None) for kind in kinds):
         return True
+    return any(map(watched, module.parameters()))
+
+
+def watched(parameter: Tensor) -> bool:
+    """Whether somebody waits for the gradient of a parameter in backward."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(p, kind, None) for p in module.parameters() for kind in kinds)
+    return any(getattr(parameter, kind, None) for kind in kinds)

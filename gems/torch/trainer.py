@@ -79,8 +79,6 @@ class Trainer:
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
-    overlap      let convolutions of cut images compute while strips travel; on for GPUs, where
-                 messages do not take the time of the device that computes
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class Trainer:
         initialize: Initialize | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
-        overlap: bool | None = None,
         transport: Transport | None = None,
     ) -> None:
         self.transport = transport or connect(backend)
@@ -110,7 +107,6 @@ class Trainer:
         self.device = torch.device(device) if device is not None else device_for(self.transport)
         self.loss, self.clip, self.accumulate, self.seed = loss, clip, accumulate, seed
         self.precision = precision
-        self.overlap = self.device.type == "cuda" if overlap is None else overlap
         self.memory = None if memory is None else machines.bytes_of(memory)
         self.machine = machines.machine(machine) if isinstance(machine, str) else machine
         self.steps = 0  # calls of `step` so far
@@ -267,7 +263,6 @@ class Trainer:
             seed=self.seed,
             machine=self.machine,
             transport=transport,
-            overlap=self.overlap,
             leaves=self.leaves,
         )
         self.engine = Engine(plan, self.schedule, self.adapter, transport)

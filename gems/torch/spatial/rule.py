@@ -21,6 +21,7 @@ from gems.geometry import Box
 from gems.graph import Value, Weight
 from gems.layout import Layout, Spans, clipped
 from gems.torch.calls import Attr, Call, Ref, is_place
+from gems.torch.defer import Entry
 from gems.torch.random import Draws
 from gems.torch.record import name_of
 from gems.torch.spatial.stash import Slabs
@@ -145,10 +146,11 @@ _signature = cache(inspect.signature)
 
 
 @dataclass
-class Memory:
-    """What backward will need of the forward under way."""
+class Notes:
+    """What backward will need of the forward under way, and where it puts weight gradients off."""
 
     now: Slabs | None = None
+    page: list[Entry] | None = None
 
 
 @dataclass
@@ -160,7 +162,7 @@ class Site:
     rule: Rule
     layouts: Mapping[str, Layout]  # of all values, as they really are
     wants: Mapping[str, Spans]  # of the cut inputs, beyond the border of the image too
-    memory: Memory
+    memory: Notes
 
     @property
     def call(self) -> Call:

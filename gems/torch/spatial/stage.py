@@ -26,8 +26,8 @@ from gems.torch.spatial.pointwise import Broadcast
 from gems.torch.spatial.rule import (
     OWN,
     Ask,
-    Memory,
     NoCut,
+    Notes,
     Rule,
     Run,
     Site,
@@ -220,7 +220,7 @@ class Bound:
     team: Team
     laid: Laid
     runs: dict[str, Run]
-    memory: Memory
+    memory: Notes
 
     def box(self, name: str) -> Box | None:
         """This rank's part of a value; None: all of it."""
@@ -229,7 +229,7 @@ class Bound:
 
 
 def bind(laid: Laid, team: Team) -> Bound:
-    memory, runs = Memory(), {}
+    memory, runs = Notes(), {}
     for ask, rule, wants in zip(laid.asks, laid.rules, laid.wants, strict=True):
         if rule is None:
             continue
@@ -238,7 +238,7 @@ def bind(laid: Laid, team: Team) -> Bound:
     return Bound(team, laid, runs, memory)
 
 
-def _guarded(run: Run, site: Site, memory: Memory) -> Run:
+def _guarded(run: Run, site: Site, memory: Notes) -> Run:
     """A cut call with results of the recorded types, after which no slab is known any more.
 
     Autocast may run a layer in another precision than the parts that it was taken into. A layer on

@@ -34,7 +34,6 @@ class Team:
     ranks: tuple[int, ...]
     me: int
     transport: Transport
-    overlap: bool = False  # compute while strips travel
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
@@ -94,6 +93,31 @@ class Total(torch.autograd.Function):
         return ctx.team.total(gradients[0]), None
 
 
+@dataclass(frozen=True)
+class Trade:
+    """An exchange under way: boxes that arrive, in whose message, and what is being sent."""
+
+    arriving: list[tuple[list[Box], Tensor, Handle]]
+    sending: list[Handle]
+
+    def parts(self) -> list[Tensor]:
+        """Wait for all of it; what arrived, box by box."""
+        for handle in (*(handle for _, _, handle in self.arriving), *self.sending):
+            handle.wait()
+        return [
+            part.view(box.shape)
+            for boxes, buffer, _ in self.arriving
+            for box, part in zip(boxes, buffer.split([b.size for b in boxes]), strict=True)
+        ]
+
+    def add_to(self, x: Tensor) -> Tensor:
+        """Wait, and add what arrived at its place."""
+        boxes = [box for group, _, _ in self.arriving for box in group]
+        for box, part in zip(boxes, self.parts(), strict=True):
+            x[box.slices()] += part
+        return x
+
+
 class Exchange:
     """Bring every member the box it wants of a tensor of which each member has a box.
 
@@ -142,30 +166,35 @@ class Exchange:
     def _there(self, k: int, move: Move, want: Sequence[Sequence[Box]]) -> Box:
         return move.box.relative_to(want[k][self.team.me]).shift(self.at[k].start)
 
-    # --- forward --------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------
 
-    def strips(self, x: Tensor) -> list[Tensor]:
-        """What the others send of this tensor, while they are sent what they want."""
-        arriving, sending = self._trade(x, self.receives, self.sends)
-        for _, _, handle in arriving:
-            handle.wait()
-        for handle in sending:
-            handle.wait()
-        return [buffer for _, buffer, _ in arriving]
+    @property
+    def received(self) -> list[Box]:
+        """All that comes from others, in the order of members."""
+        return [box for _, boxes in sorted(self.receives.items()) for box in boxes]
+
+    def post(self, x: Tensor) -> Trade:
+        """Expect what this rank wants of the others' tensors, and send them what they want."""
+        given = {m: [x[box.slices()] for box in boxes] for m, boxes in self.sends.items()}
+        return self._trade(x, self.receives, given)
+
+    def post_back(self, like: Tensor, received: Sequence[Tensor]) -> Trade:
+        """The same for gradients, the other way: those of all that was received go back."""
+        rest, given = list(received), {}
+        for member, boxes in sorted(self.receives.items()):
+            given[member], rest = rest[: len(boxes)], rest[len(boxes) :]
+        return self._trade(like, self.sends, given)
 
     def _trade(
-        self, x: Tensor, expected: dict[int, list[Box]], given: dict[int, list[Box]]
-    ) -> tuple[list[tuple[list[Box], Tensor, Handle]], list[Handle]]:
-        """Post what is expected from each member, and send what each is given of `x`."""
+        self, like: Tensor, expected: dict[int, list[Box]], given: dict[int, list[Tensor]]
+    ) -> Trade:
         arriving = [
-            (boxes, *self.team.post(member, x, sum(b.size for b in boxes)))
+            (boxes, *self.team.post(member, like, sum(b.size for b in boxes)))
             for member, boxes in sorted(expected.items())
         ]
-        sending = [
-            self.team.send(member, [x[box.slices()] for box in boxes])
-            for member, boxes in sorted(given.items())
-        ]
-        return arriving, sending
+        return Trade(arriving, [self.team.send(m, parts) for m, parts in sorted(given.items())])
+
+    # --- slabs ----------------------------------------------------------------------------------
 
     def slab(self, x: Tensor, strips: Sequence[Tensor]) -> Tensor:
         make = torch.full if self.bare else torch.empty
@@ -173,24 +202,14 @@ class Exchange:
         slab = make(self.frame, *fill, dtype=x.dtype, device=x.device)  # type: ignore[operator]
         for here, there in self.copies:
             slab[there.slices()] = x[here.slices()]
-        for (_, boxes), buffer in zip(sorted(self.receives.items()), strips, strict=True):
-            for box, part in zip(boxes, buffer.split([b.size for b in boxes]), strict=True):
-                slab[box.slices()] = part.view(box.shape)
+        for box, part in zip(self.received, strips, strict=True):
+            slab[box.slices()] = part
         return slab
-
-    # --- backward -------------------------------------------------------------------------------
 
     def adjoint(self, gradient: Tensor) -> Tensor:
         """The gradient of what this rank has: its own part, and what the others send back."""
-        arriving, sending = self._trade(gradient, self.sends, self.receives)
-        found = self._own(gradient)
-        for boxes, buffer, handle in arriving:
-            handle.wait()
-            for box, part in zip(boxes, buffer.split([b.size for b in boxes]), strict=True):
-                found[box.slices()] += part.view(box.shape)
-        for handle in sending:
-            handle.wait()
-        return found
+        trade = self.post_back(gradient, [gradient[box.slices()] for box in self.received])
+        return trade.add_to(self._own(gradient))
 
     def _own(self, gradient: Tensor) -> Tensor:
         if len(self.copies) == 1 and self.copies[0][0].shape == self.have.shape:
@@ -202,7 +221,7 @@ class Exchange:
 
 
 def _size(shape: Sequence[int]) -> int:
-    return Box((0,) * len(shape), tuple(shape)).size
+    return Box.whole(shape).size
 
 
 class Fetch(torch.autograd.Function):
@@ -211,7 +230,7 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, slabs: Any) -> Tensor:
         ctx.exchange = exchange
-        strips = exchange.strips(x)
+        strips = exchange.post(x).parts()
         slab = exchange.slab(x, strips)
         if slabs is not None:
             slabs.note(slab, x, exchange, strips)

@@ -14,8 +14,8 @@ from torch import nn
 from gems.layout import Layout
 from gems.torch.calls import Ref
 from gems.torch.spatial.border import Bent, bordered
-from gems.torch.spatial.overlap import overlapped
 from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.tile import Kernel, apart
 from gems.windows import Slide, Spread, Window
 
 Tensor = torch.Tensor
@@ -112,10 +112,10 @@ def convolution(ask: Ask) -> Rule:
         return convolve(slab, a["weight"], a["bias"], stride, padding, dilation, a["groups"])
 
     def bind(site: Site) -> Run:
-        early = site.team.overlap and mode == "constant"
-        parted = overlapped(site, x.name, windows, run) if early else None
+        kernel = Kernel(stride, frame.uncut(before), dilation, a["groups"])
+        parted = apart(site, x.name, windows, kernel) if native else None
         if parted is not None:
-            return site.named(_conv, lambda a: parted(a["input"], a), *CONV)
+            return site.named(_conv, lambda a: parted(a["input"], a["weight"], a["bias"]), *CONV)
         fetch, empty = bordered(site, x, mode), site.out().empty
 
         def work(a: dict[str, Any]) -> Tensor:
