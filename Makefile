@@ -66,7 +66,7 @@ wheel: $(DEV)
 	$(PY) -m build --wheel --no-isolation --outdir $(WHEEL) . >/dev/null
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
 		--target $(WHEEL)/site $(WHEEL)/gems-*.whl
-	cd $(WHEEL)/site && test -f gems/py.typed && PYTHONPATH="$$PWD" bin/gems --version
+	cd $(WHEEL)/site && test -f gems/py.typed && test -f gems/machines/v100.json && PYTHONPATH="$$PWD" bin/gems --version
 	cd $(WHEEL)/site && $(abspath $(PY)) -c "import os, sys, gems; \
 		assert gems.__file__.startswith(os.getcwd()), gems.__file__; \
 		heavy = {'torch', 'tensorflow'} & set(sys.modules); \

@@ -58,9 +58,13 @@ class Costs:
     def _sizes(self) -> dict[tuple[int, int], int]:
         return {(writer, reader): size for writer, reader, size in self.messages}
 
+    def bytes_between(self, one: int, other: int) -> int:
+        """Of a message between two stages, either way."""
+        return self._sizes.get((min(one, other), max(one, other)), 0)
+
     def travel(self, one: int, other: int) -> float:
         """Seconds of a message between two stages, either way."""
-        return self.latency + self.per_byte * self._sizes.get((min(one, other), max(one, other)), 0)
+        return self.latency + self.per_byte * self.bytes_between(one, other)
 
     def over(self, link: Link) -> Costs:
         """The same, with messages over this link."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -58,27 +59,74 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _build(kind: Any, value: Any) -> Any:
-    """`value`, as json gave it, as the annotated type `kind`."""
+def _build(kind: Any, value: Any, at: str = "") -> Any:
+    """`value`, as json gave it, as the annotated type `kind`. `at` is its place: `device.flops`."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints[name], v) for name, v in value.items()})
+        return _build_dataclass(kind, value, at)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and arguments[-1:] == (Ellipsis,):
-        return tuple(_build(arguments[0], v) for v in value)
+        return tuple(_build(arguments[0], v, f"{at}[{i}]") for i, v in enumerate(value))
     if origin is tuple:
-        return tuple(_build(k, v) for k, v in zip(arguments, value, strict=True))
+        pairs = enumerate(zip(arguments, value, strict=True))
+        return tuple(_build(k, v, f"{at}[{i}]") for i, (k, v) in pairs)
     if origin is dict:
-        return {arguments[0](k): _build(arguments[1], v) for k, v in value.items()}
+        return {arguments[0](k): _build(arguments[1], v, f"{at}.{k}") for k, v in value.items()}
     if origin in (typing.Union, types.UnionType):
-        return _build_union(arguments, value)
+        return _build_union(arguments, value, at)
+    if kind in _SCALARS:
+        return _scalar(kind, value, at)
     return value
 
 
-def _build_union(kinds: tuple[Any, ...], value: Any) -> Any:
+def _build_dataclass(kind: type, value: Any, at: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{at or 'it'} is {value!r}, not an object of fields")
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    found = [f"there is no field {_under(at, name)}" for name in value if name not in fields]
+    found += [f"{_under(at, f.name)} is missing" for f in fields.values() if _lacks(f, value)]
+    if found:
+        raise ValueError(f"{'; '.join(found)}; the fields are {', '.join(fields)}")
+    hints = _hints(kind)
+    given = {name: _build(hints[name], v, _under(at, name)) for name, v in value.items()}
+    try:
+        return kind(**given)
+    except GemsError as error:
+        raise type(error)(f"{at}: {error}" if at else str(error)) from error
+
+
+def _under(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name
+
+
+def _lacks(field: dataclasses.Field[Any], value: dict[str, Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.name not in value and field.default is missing is field.default_factory
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+_SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _scalar(kind: Any, value: Any, at: str) -> Any:
+    """The number, text or truth itself. People write 16e9 for whole numbers, and 1 for 1.0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int and number and value == value // 1:
+        return int(value)
+    if number if kind is float else type(value) is kind:
+        return value
+    raise ValueError(f"{at} is {value!r}, not {_SCALARS[kind]}")
+
+
+def _build_union(kinds: tuple[Any, ...], value: Any, at: str) -> Any:
     """A list becomes the tuple type of the union, an object its dataclass, all else stays."""
     if isinstance(value, list):
-        return _build(next(k for k in kinds if typing.get_origin(k) is tuple), value)
+        return _build(next(k for k in kinds if typing.get_origin(k) is tuple), value, at)
     if isinstance(value, dict):
-        return _build(next(k for k in kinds if dataclasses.is_dataclass(k)), value)
+        return _build(next(k for k in kinds if dataclasses.is_dataclass(k)), value, at)
+    if len(scalars := [k for k in kinds if k is not type(None)]) == 1 and value is not None:
+        return _build(scalars[0], value, at)
     return value

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
 
-from gems.errors import PlanError, faults
+from gems.errors import GemsError, PlanError, faults
+from gems.files import from_json
 
 
 @dataclass(frozen=True)
@@ -69,74 +74,116 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal devices, the `link` between any two of them and each one's `host_link`."""
+    """Equal devices: the `link` between two of a node, and each one's `host_link`.
+
+    `node` is how many devices a node has (None: all are in one) and `between` the link of two
+    devices on different nodes, which no other message shares. Rank r is on node `r // node`.
+    `notes` says where each number is from, by its name: `{"device.flops": "data sheet"}`.
+    """
 
     name: str
     device: Device
     link: Link
     host_link: Link
+    node: int | None = None
+    between: Link | None = None
+    notes: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        found = []
+        if self.node is not None and self.node < 1:
+            found.append(f"node is {self.node}, not 1 device or more")
+        if self.node is None and self.between is not None:
+            found.append("between links nodes, but node does not say how many devices one has")
+        if found:
+            raise PlanError(faults(f"machine {self.name!r} cannot be", found))
+
+    def node_of(self, rank: int) -> int:
+        return 0 if self.node is None else rank // self.node
+
+    def link_of(self, one: int, other: int) -> Link:
+        """The way between two ranks."""
+        if self.node_of(one) == self.node_of(other):
+            return self.link
+        if self.between is None:
+            raise PlanError(
+                f"ranks {one} and {other} are on two nodes of {self.node} devices, and machine "
+                f"{self.name!r} has no link between nodes; give it `between`, or a larger `node`"
+            )
+        return self.between
+
+    def slowest(self, ranks: Collection[int]) -> Link:
+        """The way that holds up a group: of least bandwidth among those between two of it."""
+        links = {self.link_of(a, b) for a, b in pairwise(sorted(ranks))} or {self.link}
+        return min(links, key=lambda link: (link.bandwidth, -link.latency))
+
+    def allreduce_seconds(self, size: float, ranks: Collection[int]) -> float:
+        """Summing `size` bytes over these ranks, at the pace of the slowest link among them."""
+        return self.slowest(ranks).allreduce_seconds(size, len(ranks))
 
 
-def machine(name: str) -> Machine:
-    """The preset `name`."""
-    if name not in MACHINES:
+# --- machines as files --------------------------------------------------------------------------
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+def machine(name: str | Path) -> Machine:
+    """A preset by its name, or the machine of any file like theirs: `machine("my/cluster.json")`.
+
+    To change a number, copy the preset's file, edit the copy and give its path.
+    """
+    if name in MACHINES:
+        return MACHINES[str(name)]
+    path = Path(name)
+    if path.is_file():
+        return _read(path)
+    raise PlanError(
+        f"there is no machine {str(name)!r}; choose one of {', '.join(MACHINES)}, "
+        f"or give the path of a file like {FOLDER / 'v100.json'}"
+    )
+
+
+class _Presets(Mapping[str, Machine]):
+    """The files of the folder by their names, each read when it is asked for."""
+
+    def __getitem__(self, name: str) -> Machine:
+        if name not in self:
+            raise KeyError(name)
+        return _preset(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+MACHINES: Mapping[str, Machine] = _Presets()
+
+
+@cache
+def _preset(name: str) -> Machine:
+    return _read(FOLDER / f"{name}.json")
+
+
+def _read(path: Path) -> Machine:
+    try:
+        return from_json(Machine, path.read_text(encoding="utf-8"))
+    except (GemsError, UnicodeDecodeError) as error:
         raise PlanError(
-            f"there is no machine {name!r}; choose one of {', '.join(sorted(MACHINES))}, "
-            "or describe yours with gems.machine.Machine"
-        )
-    return MACHINES[name]
+            f"{path} does not describe a machine: {error}\n"
+            f"Mend the file, or begin with a copy of {FOLDER / 'v100.json'}"
+        ) from error
 
 
-# Speeds and sizes are the vendors'. Efficiencies, launch times and latencies are inputs: the middle
-# of what is usually seen (0.3 to 0.7 of the FLOPs, 0.75 to 0.8 of the bandwidth, 7 to 10 µs). Fit
-# the two efficiencies on one measured point before claiming more than a ratio.
-_V100 = Machine(
-    name="v100",
-    device=Device(
-        name="V100-SXM2-16GB",
-        flops=15.7e12,
-        bandwidth=900e9,
-        memory=16 * 2**30,
-        launch=8.5e-6,
-        compute_efficiency=0.5,
-        memory_efficiency=0.775,
-    ),
-    link=Link(bandwidth=25e9, latency=5e-6),  # one NVLink, one direction
-    host_link=Link(bandwidth=12e9, latency=10e-6),  # PCIe 3
-)
-_A100 = Machine(
-    name="a100",
-    device=Device(
-        name="A100-SXM4-40GB",
-        flops=19.5e12,  # fp32; TF32 has 156e12
-        bandwidth=1555e9,
-        memory=40 * 2**30,
-        launch=8.5e-6,
-        compute_efficiency=0.5,
-        memory_efficiency=0.775,
-    ),
-    link=Link(bandwidth=300e9, latency=5e-6),  # all NVLinks, one direction
-    host_link=Link(bandwidth=24e9, latency=10e-6),  # PCIe 4: an input, twice PCIe 3
-)
-# One core of an ordinary server: all of it is input. On a 2.45 GHz EPYC core torch multiplied
-# matrices at 77 GFLOP/s, copied at 19 GB/s (read and write) and needed 4 µs for a tiny operation.
-_CPU = Machine(
-    name="cpu",
-    device=Device(
-        name="one CPU core",
-        flops=80e9,
-        bandwidth=20e9,
-        memory=8 * 2**30,
-        launch=5e-6,
-        compute_efficiency=0.5,
-        memory_efficiency=0.775,
-    ),
-    link=Link(bandwidth=2e9, latency=50e-6),
-    host_link=Link(bandwidth=5e9, latency=1e-6),
-)
-
-MACHINES: dict[str, Machine] = {m.name: m for m in (_V100, _A100, _CPU)}
-
+# --- sizes --------------------------------------------------------------------------------------
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{prefix}IB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)

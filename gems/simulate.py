@@ -7,25 +7,33 @@ from collections.abc import Callable
 
 from gems.costs import Costs
 from gems.errors import ScheduleError
-from gems.machine import Link
+from gems.machine import Link, Machine
 from gems.plan import Plan
 from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives, needs
 from gems.timeline import Event, Timeline
 
 Seconds = Callable[[int, Action], float]
+Travel = Callable[[Message, tuple[int, int]], float]
 
 
-def simulate(schedule: Schedule, plan: Plan, costs: Costs, link: Link | None = None) -> Timeline:
-    """The timeline of a step if stages cost what `costs` says; links are free unless given."""
-    costs = costs if link is None else costs.over(link)
+def simulate(
+    schedule: Schedule, plan: Plan, costs: Costs, over: Link | Machine | None = None
+) -> Timeline:
+    """The timeline of a step if stages cost what `costs` says.
+
+    Messages go over one link, or over those of a machine; without either, as `costs` says.
+    """
 
     def seconds(rank: int, action: Action) -> float:
         if not action.computes:
             return 0.0
         return costs[action.stage].of(action.kind.value)
 
-    def travel(message: Message) -> float:
-        return costs.travel(message.source, message.target)
+    def travel(message: Message, ranks: tuple[int, int]) -> float:
+        if over is None:
+            return costs.travel(message.source, message.target)
+        link = over.link_of(*ranks) if isinstance(over, Machine) else over
+        return link.seconds(costs.bytes_between(message.source, message.target))
 
     return lay_out(schedule, plan, seconds, travel, "simulated")
 
@@ -40,7 +48,7 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
     def seconds(rank: int, action: Action) -> float:
         return cpu.get((rank, str(action)), 0.0)
 
-    laid = lay_out(schedule, plan, seconds, lambda message: 0.0, "virtual")
+    laid = lay_out(schedule, plan, seconds, lambda message, ranks: 0.0, "virtual")
     return Timeline(laid.events, "virtual", (), timeline.peaks, timeline.stashes)
 
 
@@ -48,7 +56,7 @@ def lay_out(
     schedule: Schedule,
     plan: Plan,
     seconds: Seconds,
-    travel: Callable[[Message], float],
+    travel: Travel,
     clock: str,
 ) -> Timeline:
     """Earliest start of every action in the given order; messages of one link queue up.
@@ -74,7 +82,7 @@ def lay_out(
 class _Times:
     """When ranks and links are free, and since when each rank knows what."""
 
-    def __init__(self, plan: Plan, travel: Callable[[Message], float]) -> None:
+    def __init__(self, plan: Plan, travel: Travel) -> None:
         self.plan, self.travel = plan, travel
         self.free: dict[int, float] = defaultdict(float)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
@@ -102,5 +110,5 @@ class _Times:
             message = action.message
             others = (r for r in self.plan.team_for(action.peer, action.micro_batch) if r != rank)
             for link in ((rank, other) for other in others):
-                self.link_free[link] = max(stop, self.link_free[link]) + self.travel(message)
+                self.link_free[link] = max(stop, self.link_free[link]) + self.travel(message, link)
                 self.arrived[link, message] = self.link_free[link]

@@ -28,7 +28,8 @@ TOWER = (
     ("schedule",),
     ("plan", "costs"),
     ("graph", "layout"),
-    ("geometry", "grid", "windows", "machine", "files"),
+    ("geometry", "grid", "windows", "machine"),
+    ("files",),
     ("errors", "version"),
 )
 LEVEL = {room: level for level, rooms in enumerate(TOWER) for room in rooms}

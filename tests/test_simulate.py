@@ -8,7 +8,7 @@ import pytest
 
 from gems.costs import Cost, Costs, unit
 from gems.errors import ScheduleError
-from gems.machine import Link
+from gems.machine import Link, Machine, machine
 from gems.plan import Plan
 from gems.schedule.build import build, lowered
 from gems.schedule.core import parse
@@ -69,6 +69,16 @@ def test_copies_of_the_pipeline_run_side_by_side() -> None:
     two = replace(one, data=2)
     lengths = [simulate(lowered(plan), plan, unit(2)).seconds for plan in (one, two)]
     assert lengths[0] == lengths[1] == 15
+
+
+def test_messages_between_nodes_take_the_slower_link() -> None:
+    # Two devices per node: stages 0 and 1 on one, 2 and 3 on the other.
+    fast, slow = Link(bandwidth=100, latency=0.0), Link(bandwidth=10, latency=0.5)
+    cluster = Machine("toy", machine("cpu").device, fast, fast, node=2, between=slow)
+    plan = Plan(stages=4, schedule="gpipe")
+    costs = Costs((Cost(),) * 4, messages=tuple((s, s + 1, 50) for s in range(3)))
+    at = starts(simulate(lowered(plan), plan, costs, cluster))
+    assert [at[f"{s}F0"] for s in range(4)] == [0, 1.5, 1.5 + 1 + 5.5, 1.5 + 1 + 5.5 + 1.5]
 
 
 # --- teams --------------------------------------------------------------------------------------

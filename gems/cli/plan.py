@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.cli.options import add_machine, add_model, add_plan, plan_from, traced
 from gems.costs import of_stages
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.estimate import estimate
 from gems.files import to_json, write
-from gems.machine import MACHINES, bytes_of, machine
+from gems.machine import bytes_of, machine
 from gems.planner.assign import assign, stages
 from gems.planner.search import explain, search
 
@@ -21,9 +21,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("plan", help="choose or write out a plan", description=__doc__)
     add_model(parser)
     add_plan(parser)
+    add_machine(parser, "what it will run on (default: cpu)", "cpu")
     put = parser.add_argument
     put("--auto", type=int, metavar="RANKS", help="choose the fastest plan for so many ranks")
-    put("--machine", choices=sorted(MACHINES), default="cpu", help="what it will run on")
     put("--memory", metavar="SIZE", help="bytes per rank, e.g. 16GiB (default: the machine's)")
     put("--out", type=Path, metavar="FILE", help="write the plan as JSON")
     parser.set_defaults(run=run)

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.cli.options import add_machine, add_model, add_plan, plan_from, traced
 from gems.costs import of_stages, unit
 from gems.draw.table import report
 from gems.draw.text import text
 from gems.estimate import estimate
 from gems.files import to_json, write
-from gems.machine import MACHINES, machine
+from gems.machine import machine
 from gems.planner.assign import assign, stages
 from gems.schedule.build import lowered
 from gems.simulate import simulate
@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("simulate", help="time a step on paper", description=__doc__)
     add_plan(parser)
     add_model(parser)
+    add_machine(parser, "what to estimate the model on (default: unit costs)", None)
     put = parser.add_argument
-    put("--machine", choices=sorted(MACHINES), help="estimate the model on it; default: unit costs")
     put("--out", type=Path, metavar="FILE", help="write the timeline as JSON, for gems draw")
     parser.set_defaults(run=run)
 
@@ -48,4 +48,4 @@ def predicted(given: argparse.Namespace) -> Timeline:
     blocks = estimate(graph, on)
     costs = of_stages(blocks, graph, stages(plan, graph, blocks)).shared(plan.sizes)
     plan = assign(plan, graph, blocks)
-    return simulate(lowered(plan, costs), plan, costs, on.link)
+    return simulate(lowered(plan, costs), plan, costs, on)

@@ -92,7 +92,7 @@ def _predict(plan: Plan, graph: Graph, costs: Costs, machine: Machine) -> Candid
     plan = assign(plan, graph, costs)
     staged = of_stages(costs, graph, stage_of).over(machine.link)
     order = build(plan, staged)
-    seconds = simulate(lower(order, plan.one_copy()), plan.one_copy(), staged).seconds
+    seconds = simulate(lower(order, plan.one_copy()), plan.one_copy(), staged, machine).seconds
     held = counted(order)
     most = 0.0
     for rank in range(plan.ranks):
@@ -100,6 +100,6 @@ def _predict(plan: Plan, graph: Graph, costs: Costs, machine: Machine) -> Candid
         most = max(
             most, STATE * sum(c.weights for c in mine) + held[rank] * max(c.stash for c in mine)
         )
-    share = [2 * c.weights for c in staged.items]
-    summed = max(machine.link.allreduce_seconds(w, plan.replicas) for w in share)
+    pairs = zip(staged.items, plan.holders, strict=True)
+    summed = max(machine.allreduce_seconds(2 * c.weights, ranks) for c, ranks in pairs)
     return Candidate(plan, (seconds + summed) / plan.total, most)

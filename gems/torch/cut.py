@@ -107,13 +107,16 @@ class Cut:
         try:
             if self.plan.halo == "d1":
                 return make(1)
-            return make(self.plan.fused_layers) if self.plan.fused_layers else self._best(make)
+            return (
+                make(self.plan.fused_layers) if self.plan.fused_layers else self._best(stage, make)
+            )
         except Uncuttable as error:
             raise PlanError(self._refusal(stage, grid, error)) from error
 
-    def _best(self, make: Any) -> Laid:
+    def _best(self, stage: int, make: Any) -> Laid:
         """Layers fetch together while the messages saved cost more than the work done twice."""
-        device, link = self.machine.device, self.machine.link
+        device = self.machine.device
+        link = self.machine.slowest(self.plan.team_of(stage, 0))
         rate = device.flops * device.compute_efficiency
         graph = self.trace.graph
         size = ITEMSIZE[graph.value[graph.inputs[0]].dtype]

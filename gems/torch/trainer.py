@@ -72,7 +72,7 @@ class Trainer:
     plan         a gems.Plan, a file of one, or "auto"
     memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans and schedules
     costs        what blocks cost: "estimate", "measure" (run each once here), or a gems.Costs
-    machine      what estimates and "auto" plans are for
+    machine      what estimates and "auto" plans are for: a preset, a file of one, or a Machine
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
     precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
@@ -91,7 +91,7 @@ class Trainer:
         *,
         memory: str | float | None = None,
         costs: str | Costs = "estimate",
-        machine: str | machines.Machine = "cpu",
+        machine: str | Path | machines.Machine = "cpu",
         schedule: Schedule | None = None,
         precision: str = "fp32",
         clip: float | None = None,
@@ -108,7 +108,8 @@ class Trainer:
         self.loss, self.clip, self.accumulate, self.seed = loss, clip, accumulate, seed
         self.precision = precision
         self.memory = None if memory is None else machines.bytes_of(memory)
-        self.machine = machines.machine(machine) if isinstance(machine, str) else machine
+        described = isinstance(machine, machines.Machine)
+        self.machine = machine if described else machines.machine(machine)
         self.steps = 0  # calls of `step` so far
         self.window = 0  # samples of the update under way, when several calls make one
         self.first = 0  # those of its first call
