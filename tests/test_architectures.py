@@ -22,6 +22,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ResNet-50": ("resnet50", {"width": 2, "num_classes": 5}, 64),
     "ResNet-110-v2": ("resnet110_v2", {"width": 2, "num_classes": 5}, 8),
     "DenseNet-121": ("densenet121", {"growth": 2, "width": 4, "num_classes": 5}, 64),
+    "AmoebaNet-D": ("amoebanet_d", {"num_layers": 3, "num_filters": 8, "num_classes": 5}, 64),
     "U-Net": ("unet", {"width": 2, "levels": 4, "num_classes": 5}, 19),
     "EfficientNet": (
         "efficientnet_b0",
@@ -46,6 +47,7 @@ PLANS = {
     "zero-bubble": Plan(stages=3, micro_batches=4, schedule="zero-bubble"),
     "fold": Plan(stages=4, micro_batches=4, schedule="auto", placement="fold"),
     "1f1b × data 2": Plan(stages=2, micro_batches=2, schedule="1f1b", data=2),
+    "two stages": Plan(stages=2, micro_batches=4, schedule="1f1b"),
     "two ways": Plan(stages=2, micro_batches=4, schedule="auto", bidirectional=True, stashes=1),
 }
 # Recording takes most of a test's time, so the deepest networks get fewer plans and ranks.
@@ -53,8 +55,9 @@ DEEP = {
     "ResNet-50": ("bidirectional", "fold"),
     "ResNet-110-v2": ("two ways", "fold"),
     "DenseNet-121": ("two ways",),
+    "AmoebaNet-D": ("two stages", "fold"),
 }
-CASES = [(name, plan) for name in NETWORKS for plan in DEEP.get(name, tuple(PLANS)[:-1])]
+CASES = [(name, plan) for name in NETWORKS for plan in DEEP.get(name, tuple(PLANS)[:-2])]
 
 
 def network(name: str, **more: Any) -> Any:
@@ -83,6 +86,7 @@ def test_a_real_architecture_trains_like_the_plain_one(name: str, plan: str) -> 
 DROPPING = {
     "EfficientNet": {"dropout": 0.2, "drop_path": 0.4},
     "ViT": {"dropout": 0.2},
+    "AmoebaNet-D": {"drop_path": 0.3},
 }
 
 

@@ -26,6 +26,11 @@ TINY = {
         (2, 3, 32, 32),
         (2, 5),
     ),
+    "amoebanet_d": (
+        {"num_layers": 3, "num_filters": 8, "num_classes": 5},
+        (2, 3, 37, 30),
+        (2, 5),
+    ),
     "unet": ({"width": 4, "levels": 3}, (1, 3, 13, 18), (1, 2, 13, 18)),
     "efficientnet_b0": (
         {
@@ -65,6 +70,9 @@ def parameter_count(name: str, **options: object) -> int:
         ("resnet1001_v2", {"bias": True}, 30_347_658),
         ("resnet50", {}, 25_557_032),
         ("densenet121", {}, 7_978_856),
+        ("amoebanet_d", {"num_layers": 18, "num_filters": 208}, 81_505_540),
+        ("amoebanet_d", {"num_layers": 18, "num_filters": 256}, 122_470_120),
+        ("amoebanet_d", {"num_layers": 18, "num_filters": 416}, 319_024_120),
         ("unet", {"in_channels": 1, "num_classes": 1, "norm": "none"}, 31_030_593),
         ("efficientnet_b0", {}, 5_288_548),
         ("convnext_tiny", {}, 28_589_128),
@@ -156,6 +164,75 @@ def test_resnet50_names_its_children_as_shared_weights_do() -> None:
         "layer4.2.bn3.bias",
         "fc.bias",
     } <= (set(keys))
+
+
+def amoebanet(**options: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    small = {"num_layers": 3, "num_filters": 8, "num_classes": 5}
+    return models.build("amoebanet_d", **{**small, **options})
+
+
+def test_amoebanet_is_a_sequence_of_runs_of_normal_cells_with_reductions_before_and_between() -> (
+    None
+):
+    names = [name for name, _ in amoebanet(num_layers=6).named_children()]
+    assert names == [
+        "stem", "stem_1", "stem_2", "normal1_1", "normal1_2", "reduction1", "normal2_1",
+        "normal2_2", "reduction2", "normal3_1", "normal3_2", "head"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("side", [32, 33, 47, 64])
+def test_amoebanet_halves_five_times_whatever_the_size(side: int) -> None:
+    model = amoebanet()
+    sizes = {}
+    for name, cell in model.named_children():
+        cell.register_forward_hook(lambda _, __, y, name=name: sizes.update({name: y[0].shape}))
+    model(torch.randn(2, 3, side, side + 3))
+    half = [-(-side // 2**n) for n in range(6)]
+    assert [sizes[n][-2] for n in ("stem_1", "stem_2", "normal1_1")] == [half[2], half[3], half[3]]
+    assert [sizes[n][-2] for n in ("reduction1", "reduction2", "normal3_1")] == [
+        half[4], half[5], half[5]
+    ]  # fmt: skip
+    # F/2, F, F, 2F, 2F, 4F, 4F inside; three or four of them side by side.
+    assert [sizes[n][1] for n in ("stem_1", "normal2_1", "normal3_1")] == [12, 64, 128]
+
+
+def test_the_halving_of_amoebanet_sees_every_cell_once() -> None:
+    from gems.models.amoebanet import Halve
+
+    x = torch.rand(1, 1, 6, 6, requires_grad=True)
+    halve = Halve(1, 2).eval()
+    nn.init.ones_(halve.even.weight)
+    nn.init.ones_(halve.odd.weight)
+    even, odd = halve(x)[0] * (1 + halve.norm.eps) ** 0.5
+    torch.testing.assert_close(even, x[0, 0, ::2, ::2])
+    torch.testing.assert_close(odd, x[0, 0, 1::2, 1::2])
+
+
+def test_the_second_head_of_amoebanet_speaks_in_training_only() -> None:
+    model, image = amoebanet(aux_head=True), torch.randn(2, 3, 64, 64)
+    logits, second = model(image)
+    assert logits.shape == second.shape == (2, 5)
+    (logits.square().mean() + 0.4 * second.square().mean()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert model.eval()(image).shape == (2, 5)
+
+
+def test_amoebanet_skips_operations_in_training_only_and_later_cells_more() -> None:
+    model, image = amoebanet(drop_path=0.5), torch.randn(2, 3, 32, 32)
+    assert not torch.equal(model(image), model(image))
+    model.eval()
+    assert torch.equal(model(image), model(image))
+    chances = [cell.drop_path.p for cell in model if hasattr(cell, "drop_path")]
+    assert chances == pytest.approx([0.5 * i / 7 for i in range(1, 8)])
+
+
+def test_amoebanet_says_everything_that_is_wrong_at_once() -> None:
+    with pytest.raises(
+        ValueError, match=r"num_layers 4 .*multiple of 3; num_filters 12 .*drop_path"
+    ):
+        amoebanet(num_layers=4, num_filters=12, drop_path=1.0)
 
 
 def test_unet_runs_on_volumes_with_odd_sides() -> None:

@@ -50,6 +50,10 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
         lambda: models.build("unet", width=2, levels=4, num_classes=CLASSES),
         (3, 43, 38),
     ),
+    "AmoebaNet-D": (
+        lambda: models.build("amoebanet_d", num_layers=3, num_filters=8, num_classes=CLASSES),
+        (3, 70, 99),
+    ),
     "ConvNeXt": (
         lambda: models.build(
             "convnext_tiny", depths=(1, 1, 3, 1), dims=(4, 4, 6, 8), num_classes=CLASSES, scale=0.1
@@ -98,6 +102,14 @@ CASES: dict[str, tuple[str, Plan]] = {
             fused_layers=4,
         ),
     ),
+    "AmoebaNet-D, 4 tiles to whole": (
+        "AmoebaNet-D",
+        Plan(stages=2, micro_batches=2, spatial=[(2, 2)]),
+    ),
+    "AmoebaNet-D, 2 tiles, both ways, d2": (
+        "AmoebaNet-D",
+        Plan(stages=2, replications=1, schedule="gems", spatial=[(1, 2)], halo="d2"),
+    ),
     "ConvNeXt, tiles to slices": (
         "ConvNeXt",
         Plan(stages=2, micro_batches=1, spatial=[(2, 2)], local_dp=2),
@@ -130,7 +142,13 @@ def test_a_real_architecture_trains_like_the_plain_one(case: str) -> None:
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
 
 
-DIRECT = {"ResNet-50": (1, 3), "U-Net": (3, 2), "ConvNeXt": (2, 2), "volumes": (2, 2, 2)}
+DIRECT = {
+    "ResNet-50": (1, 3),
+    "AmoebaNet-D": (2, 1),
+    "U-Net": (3, 2),
+    "ConvNeXt": (2, 2),
+    "volumes": (2, 2, 2),
+}
 
 
 @pytest.mark.parametrize(("training", "fused"), [(True, 1), (True, 4), (False, 4)])

@@ -157,7 +157,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     put("--image-size", type=int, default=32, metavar="PX", help="square images (default 32)")
     put("--num-classes", type=int, default=10, metavar="N", help="classes (default 10)")
-    put("--num-layers", type=int, metavar="N", help="depth of resnet-v1 and resnet-v2")
+    put("--num-layers", type=int, metavar="N", help="depth of resnet-v1, resnet-v2 and amoebanet-d")
     put("--num-filters", type=int, metavar="N", help="width of the first layer")
     put(
         "--batch-size",
@@ -175,17 +175,17 @@ def model_from(given: argparse.Namespace) -> Any:
     from gems import models
 
     name = given.model.replace("-", "_")
-    wanted = {
-        "num_classes": given.num_classes,
-        "depth": given.num_layers,
-        "width": given.num_filters,
-        "image_size": given.image_size,
-    }
+    wanted = {"num_classes": given.num_classes, "image_size": given.image_size}
+    wanted |= dict.fromkeys(("depth", "num_layers"), given.num_layers)
+    wanted |= dict.fromkeys(("width", "num_filters"), given.num_filters)
     try:
         known = models.options_of(name)
         options = {k: v for k, v in wanted.items() if v is not None and k in known}
-        for flag, option in (("--num-layers", "depth"), ("--num-filters", "width")):
-            if wanted[option] is not None and option not in known:
+        for flag, names in (
+            ("--num-layers", {"depth", "num_layers"}),
+            ("--num-filters", {"width", "num_filters"}),
+        ):
+            if any(wanted[n] is not None for n in names) and not names & set(known):
                 raise PlanError(f"{flag} means nothing to {given.model}; leave it out")
         return models.build(name, **options)
     except ValueError as error:
