@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import os
-import tempfile
 import types
 import typing
 from pathlib import Path
@@ -34,6 +33,8 @@ def from_json(kind: type[T], text: str) -> T:
 
 def write(path: str | Path, text: str) -> Path:
     """Put `text` at `path` in one move: a reader sees the old file or the new one, never half."""
+    import tempfile  # here, because it is half of what importing this room would take
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
