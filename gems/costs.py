@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,10 @@ from gems.machine import Link
 class Cost:
     """Seconds of forward (f), input gradient (i) and weight gradient (w), and bytes.
 
-    `stash` is what one micro-batch keeps for backward, `weights` what is held all the time.
+    `stash` is what one micro-batch keeps for backward, `weights` what is held all the time,
+    `gradients` the part of them that is trained, `workspace` the most that is live for a moment
+    beside all that. Of each of f, i and w, `launch` seconds are no fewer on a part of the image;
+    where a stage is cut, `exchange` bytes are sent inside it, forward and again backward.
     """
 
     f: float = 1.0
@@ -22,6 +25,10 @@ class Cost:
     w: float = 1.0
     stash: float = 1.0
     weights: float = 0.0
+    gradients: float = 0.0
+    workspace: float = 0.0
+    launch: float = 0.0
+    exchange: float = 0.0
 
     @property
     def b(self) -> float:
@@ -35,58 +42,99 @@ class Cost:
     def seconds(self) -> float:
         return self.f + self.i + self.w
 
-    def shared(self, ranks: int) -> Cost:
-        """What each of so many ranks pays that share the work; all of them have the weights."""
-        parts = {name: getattr(self, name) / ranks for name in ("f", "i", "w", "stash")}
-        return replace(self, **parts) if ranks > 1 else self
+    def part(self, share: float) -> Cost:
+        """What a rank pays that does a share of the work; it has all the weights."""
+        if share == 1:
+            return self
+        seconds = {
+            name: (had - self.launch) * share + self.launch
+            for name in ("f", "i", "w")
+            if (had := getattr(self, name))
+        }
+        return replace(self, **seconds, stash=self.stash * share, workspace=self.workspace * share)
+
+
+def together(costs: Iterable[Cost]) -> Cost:
+    """The cost of several things one after the other; the largest of them needs the workspace."""
+    costs = list(costs)
+    sums = {
+        name: sum(getattr(c, name) for c in costs)
+        for name in ("f", "i", "w", "stash", "weights", "gradients", "launch", "exchange")
+    }
+    return Cost(**sums, workspace=max((c.workspace for c in costs), default=0.0))
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What one stage sends another for one micro-batch: bytes, and bytes of gradients back."""
+
+    source: int
+    target: int
+    output: int
+    gradient: int
+
+    def size(self, what: str) -> int:
+        return self.output if what == "output" else self.gradient
 
 
 @dataclass(frozen=True)
 class Costs:
     """A cost per item (blocks of a graph, or stages of a plan), and messages between stages.
 
-    `messages` lists (writer, reader, bytes) of one micro-batch; gradients come back as large.
-    Each takes `latency` seconds and `per_byte` for every byte; none by default.
+    A message takes `latency` seconds and `per_byte` for every byte; none by default. Where stages
+    are cut over teams of ranks, `teams` says how many each has, and items are what one rank pays.
     """
 
     items: tuple[Cost, ...]
-    messages: tuple[tuple[int, int, int], ...] = ()
+    messages: tuple[Edge, ...] = ()
     latency: float = 0.0
     per_byte: float = 0.0
+    teams: tuple[int, ...] = ()
 
     @cached_property
-    def _sizes(self) -> dict[tuple[int, int], int]:
-        return {(writer, reader): size for writer, reader, size in self.messages}
+    def _edges(self) -> dict[tuple[int, int], Edge]:
+        return {(e.source, e.target): e for e in self.messages}
 
-    def bytes_between(self, one: int, other: int) -> int:
-        """Of a message between two stages, either way."""
-        return self._sizes.get((min(one, other), max(one, other)), 0)
+    def bytes(self, what: str, source: int, target: int) -> int:
+        """Of the output or the gradient that one stage sends another, all parts together."""
+        ends = (source, target) if what == "output" else (target, source)
+        edge = self._edges.get(ends)
+        return edge.size(what) if edge else 0
 
-    def travel(self, one: int, other: int) -> float:
-        """Seconds of a message between two stages, either way."""
-        return self.latency + self.per_byte * self.bytes_between(one, other)
+    def team(self, stage: int) -> int:
+        return self.teams[stage] if self.teams else 1
+
+    def part(self, what: str, source: int, target: int) -> int:
+        """Bytes on one link: a message goes in as many parts as the larger of its teams has."""
+        ranks = max(self.team(source), self.team(target))
+        return -(-self.bytes(what, source, target) // ranks)
+
+    def travel(self, what: str, source: int, target: int) -> float:
+        """Seconds of a message between two stages."""
+        return self.latency + self.per_byte * self.part(what, source, target)
 
     def over(self, link: Link) -> Costs:
         """The same, with messages over this link."""
         return replace(self, latency=link.latency, per_byte=1 / link.bandwidth)
 
     def shared(self, sizes: Sequence[int]) -> Costs:
-        """What each rank pays, and each link carries, if `sizes[s]` ranks run stage s together.
+        """What each rank pays if `sizes[s]` ranks run stage s together and share it evenly.
 
-        Work and stash are divided, weights are not: every rank of a team holds them all. A message
-        goes in as many parts, over links of their own, as the larger of its two teams has ranks.
+        Weights are not shared: every rank of a team holds them all.
         """
-        items = tuple(cost.shared(n) for cost, n in zip(self.items, sizes, strict=True))
-        messages = tuple(
-            (a, b, -(-size // max(sizes[a], sizes[b]))) for a, b, size in self.messages
-        )
-        return replace(self, items=items, messages=messages)
+        items = tuple(cost.part(1 / n) for cost, n in zip(self.items, sizes, strict=True))
+        return replace(self, items=items, teams=tuple(sizes))
 
     def __getitem__(self, index: int) -> Cost:
         return self.items[index]
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def counts_stashes(self) -> bool:
+        """Whether these are costs in units, where a stash is one and not bytes."""
+        return all(cost.stash == 1 and not cost.weights for cost in self.items)
 
 
 def unit(stages: int) -> Costs:
@@ -99,15 +147,23 @@ def of_stages(blocks: Costs, graph: Graph, stage_of: Sequence[int]) -> Costs:
     stages = []
     for s in range(max(stage_of, default=0) + 1):
         mine = [i for i, stage in enumerate(stage_of) if stage == s]
+        whole = together(blocks[i] for i in mine)
         stages.append(
-            Cost(
-                f=sum(blocks[i].f for i in mine),
-                i=sum(blocks[i].i for i in mine),
-                w=sum(blocks[i].w for i in mine),
+            replace(
+                whole,
                 stash=graph.stash(mine),
                 weights=graph.held(mine),
+                gradients=graph.trained(mine),
             )
         )
-    pairs = crossings(graph, stage_of).items()
-    messages = tuple((a, b, sum(graph.value[n].bytes for n in names)) for (a, b), names in pairs)
-    return Costs(tuple(stages), messages)
+    return Costs(tuple(stages), edges(graph, stage_of))
+
+
+def edges(graph: Graph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
+    """What stages send each other for one micro-batch."""
+    found = []
+    for (a, b), names in crossings(graph, stage_of).items():
+        values = [graph.value[n] for n in names]
+        back = sum(v.bytes for v in values if v.grad)
+        found.append(Edge(a, b, sum(v.bytes for v in values), back))
+    return tuple(found)

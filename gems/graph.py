@@ -49,6 +49,10 @@ class Block:
     `mutates` are values changed in place. `saves` are the storages kept for backward, as
     (storage, bytes): two blocks that save the same storage keep it once. `moved` are the bytes
     read and written.
+
+    If the image is cut, `strips` are the bytes that go over a cut across each spatial dim, both
+    ways together, and `sums` those that every rank adds up with every other; `whole` says that the
+    block cannot be cut at all. Empty and 0 where nobody has looked.
     """
 
     name: str
@@ -61,6 +65,9 @@ class Block:
     saves: tuple[tuple[int, int], ...] = ()
     flops: int = 0
     moved: int = 0
+    strips: tuple[int, ...] = ()
+    sums: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,11 @@ class Graph:
     def held(self, blocks: Iterable[int]) -> int:
         """Bytes of the parameters and buffers of these blocks, each once."""
         names = {n for i in blocks for n in (*self.blocks[i].parameters, *self.blocks[i].buffers)}
+        return sum(self.weight[n].bytes for n in names)
+
+    def trained(self, blocks: Iterable[int]) -> int:
+        """Bytes of the parameters of these blocks, each once: so many gradients there are."""
+        names = {n for i in blocks for n in self.blocks[i].parameters}
         return sum(self.weight[n].bytes for n in names)
 
 

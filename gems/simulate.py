@@ -1,12 +1,20 @@
-"""Lay a schedule out in time: each rank runs its order, each action waits for what it needs."""
+"""Lay a schedule out in time: each rank runs its order, each action waits for what it needs.
+
+A rank computes, each link carries one message after the other, and a rank's sums of gradients
+queue beside both: three kinds of lanes that work at the same time.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
 
 from gems.costs import Costs
 from gems.errors import ScheduleError
+from gems.live import live
 from gems.machine import Link, Machine
 from gems.plan import Plan
 from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives, needs
@@ -17,11 +25,16 @@ Travel = Callable[[Message, tuple[int, int]], float]
 
 
 def simulate(
-    schedule: Schedule, plan: Plan, costs: Costs, over: Link | Machine | None = None
+    schedule: Schedule,
+    plan: Plan,
+    costs: Costs,
+    over: Link | Machine | None = None,
+    state: float = 2.0,
 ) -> Timeline:
-    """The timeline of a step if stages cost what `costs` says.
+    """The timeline of a step if stages cost what `costs` says, with live bytes over time.
 
-    Messages go over one link, or over those of a machine; without either, as `costs` says.
+    Messages and sums go over one link, or over those of a machine; without either, messages take
+    what `costs` says and sums nothing. `state` is the optimizer's, in units of the gradients.
     """
 
     def seconds(rank: int, action: Action) -> float:
@@ -31,11 +44,23 @@ def simulate(
 
     def travel(message: Message, ranks: tuple[int, int]) -> float:
         if over is None:
-            return costs.travel(message.source, message.target)
+            return costs.travel(*message[:3])
         link = over.link_of(*ranks) if isinstance(over, Machine) else over
-        return link.seconds(costs.bytes_between(message.source, message.target))
+        return link.seconds(costs.part(*message[:3]))
 
-    return lay_out(schedule, plan, seconds, travel, "simulated")
+    laid = _Laid(schedule, plan, seconds, travel)
+    sums = laid.summed(lambda stage: _sum_seconds(stage, plan, costs, over))
+    return replace(laid.timeline("simulated", sums), **laid.bytes(costs, state))
+
+
+def _sum_seconds(stage: int, plan: Plan, costs: Costs, over: Link | Machine | None) -> float:
+    """Of a stage's gradients, over all ranks that hold it."""
+    ranks, size = plan.holders[stage], costs[stage].gradients
+    if over is None or len(ranks) == 1:
+        return 0.0
+    if isinstance(over, Machine):
+        return over.allreduce_seconds(size, ranks)
+    return over.allreduce_seconds(size, len(ranks))
 
 
 def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
@@ -48,48 +73,38 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
     def seconds(rank: int, action: Action) -> float:
         return cpu.get((rank, str(action)), 0.0)
 
-    laid = lay_out(schedule, plan, seconds, lambda message, ranks: 0.0, "virtual")
-    return Timeline(laid.events, "virtual", (), timeline.peaks, timeline.stashes)
+    laid = _Laid(schedule, plan, seconds, lambda message, ranks: 0.0)
+    sums = [event for event in laid.events if event.action.endswith("R")]
+    return replace(laid.timeline("virtual", sums), peaks=timeline.peaks, stashes=timeline.stashes)
 
 
-def lay_out(
-    schedule: Schedule,
-    plan: Plan,
-    seconds: Seconds,
-    travel: Travel,
-    clock: str,
-) -> Timeline:
-    """Earliest start of every action in the given order; messages of one link queue up.
+class _Laid:
+    """A schedule with the earliest start of every action in the given order.
 
     A team begins together, when all its ranks are free and have what they need.
     """
-    times = _Times(plan, travel)
-    events = []
-    run = Run(schedule, plan)
-    for team, action in run.turns():
-        start = max(times.ready(rank, action) for rank in team)
-        for rank in team:
-            stop = start + seconds(rank, action)
-            times.done(rank, action, stop)
-            if stop > start or action.kind is Kind.REDUCE:
-                events.append(Event(rank, str(action), start, stop, stop - start))
-    if stuck := run.stuck():
-        rank, step, action, _ = stuck[0]
-        raise ScheduleError(f"rank {rank}, step {step}: {action} can never run; check() says why")
-    return Timeline(tuple(events), clock)
 
-
-class _Times:
-    """When ranks and links are free, and since when each rank knows what."""
-
-    def __init__(self, plan: Plan, travel: Travel) -> None:
-        self.plan, self.travel = plan, travel
+    def __init__(self, schedule: Schedule, plan: Plan, seconds: Seconds, travel: Travel) -> None:
+        self.schedule, self.plan, self.travel = schedule, plan, travel
         self.free: dict[int, float] = defaultdict(float)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.known: dict[tuple[int, Fact], float] = {}
         self.arrived: dict[tuple[tuple[int, int], Message], float] = {}
+        self.sent: list[tuple[tuple[int, int], Message]] = []
+        self.events: list[Event] = []
+        self.stops: list[list[float]] = [[] for _ in schedule.ranks]
+        run = Run(schedule, plan)
+        for team, action in run.turns():
+            start = max(self._ready(rank, action) for rank in team)
+            for rank in team:
+                self._do(rank, action, start, start + seconds(rank, action))
+        if stuck := run.stuck():
+            rank, step, action, _ = stuck[0]
+            raise ScheduleError(
+                f"rank {rank}, step {step}: {action} can never run; check() says why"
+            )
 
-    def ready(self, rank: int, action: Action) -> float:
+    def _ready(self, rank: int, action: Action) -> float:
         """When a rank is free and has all that an action needs."""
         arrivals = (self._arrival(rank, action, fact) for fact in needs(action, self.plan))
         return max((self.free[rank], *arrivals))
@@ -102,8 +117,11 @@ class _Times:
         team = self.plan.team_for(fact.stage, fact.micro_batch)
         return max(self.arrived.get(((r, rank), message), self.known[r, fact]) for r in team)
 
-    def done(self, rank: int, action: Action, stop: float) -> None:
+    def _do(self, rank: int, action: Action, start: float, stop: float) -> None:
         self.free[rank] = stop
+        self.stops[rank].append(stop)
+        if stop > start or action.kind is Kind.REDUCE:
+            self.events.append(Event(rank, str(action), start, stop, stop - start))
         for fact in gives(action):
             self.known[rank, fact] = stop
         if action.way == ">":
@@ -112,3 +130,49 @@ class _Times:
             for link in ((rank, other) for other in others):
                 self.link_free[link] = max(stop, self.link_free[link]) + self.travel(message, link)
                 self.arrived[link, message] = self.link_free[link]
+                self.sent.append((link, message))
+
+    def summed(self, seconds: Callable[[int], float]) -> list[Event]:
+        """Sums of gradients: each begins when its last rank has come to it, one after the other."""
+        rows = [[a.stage for a in row if a.kind is Kind.REDUCE] for row in self.schedule.ranks]
+        order: TopologicalSorter[int] = TopologicalSorter()
+        for row in rows:
+            for stage in row:
+                order.add(stage)
+            for before, after in pairwise(row):
+                order.add(after, before)
+        reached: dict[int, dict[int, float]] = defaultdict(dict)
+        for event in self.events:
+            if event.action.endswith("R"):
+                reached[event.parsed().stage][event.rank] = event.stop
+        busy: dict[int, float] = defaultdict(float)
+        found = []
+        for stage in order.static_order():
+            start = max((max(t, busy[rank]) for rank, t in reached[stage].items()))
+            stop = start + seconds(stage)
+            for rank in reached[stage]:
+                busy[rank] = stop
+                found.append(Event(rank, f"{stage}R", start, stop))
+        return found
+
+    def timeline(self, clock: str, sums: list[Event]) -> Timeline:
+        rest = [event for event in self.events if not event.action.endswith("R")]
+        return Timeline(tuple(rest + sums), clock)
+
+    def bytes(self, costs: Costs, state: float) -> dict[str, tuple[object, ...]]:
+        """Live bytes of every rank after each action, peaks, and what each link carried."""
+        found = live(self.schedule, self.plan, costs, state)
+        known = not costs.counts_stashes
+        links: dict[tuple[int, int], int] = defaultdict(int)
+        for link, message in self.sent:
+            links[link] += costs.part(*message[:3])
+        return {
+            "memory": tuple(
+                tuple(zip(stops, row, strict=True))
+                for stops, (row, _) in zip(self.stops, found, strict=True)
+            )
+            * known,
+            "peaks": tuple(meter.peak for _, meter in found) * known,
+            "stashes": tuple(meter.most_stashes for _, meter in found),
+            "links": tuple((a, b, size) for (a, b), size in sorted(links.items())),
+        }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gems.schedule.core import Action, Schedule, parse_action
 
@@ -44,12 +45,51 @@ class Memory:
         return sum(getattr(self, kind) for kind in KINDS)
 
 
+class Meter:
+    """Counts live bytes of one rank: `add` and `drop` while a step runs; `peak` is the moment with
+    most bytes in total."""
+
+    def __init__(self, standing: Memory) -> None:
+        self.now = self.peak = standing
+        self.stashes = self.most_stashes = 0
+
+    def add(self, kind: str, size: int) -> None:
+        self.now = replace(self.now, **{kind: getattr(self.now, kind) + size})
+        if self.now.total > self.peak.total:
+            self.peak = self.now
+
+    def drop(self, kind: str, size: int) -> None:
+        self.now = replace(self.now, **{kind: getattr(self.now, kind) - size})
+
+    def keep(self, size: int) -> None:
+        """One more stash."""
+        self.stashes += 1
+        self.most_stashes = max(self.most_stashes, self.stashes)
+        self.add("stash", size)
+
+    def release(self, size: int) -> None:
+        self.stashes -= 1
+        self.drop("stash", size)
+
+    def settle(self, standing: Memory) -> None:
+        """What stands for itself (weights, gradients, optimizer) may have changed."""
+        self.now = replace(
+            self.now,
+            weights=standing.weights,
+            gradients=standing.gradients,
+            optimizer=standing.optimizer,
+        )
+        if self.now.total > self.peak.total:
+            self.peak = self.now
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The events of one step over all ranks, with live bytes at the end of each, if counted.
 
     `clock` says what the seconds are: `wall`, `virtual` or `simulated`. `memory` has one row per
-    rank of (seconds, Memory); `peaks` the highest of each rank; `stashes` the most samples kept.
+    rank of (seconds, Memory); `peaks` the highest of each rank; `stashes` the most samples kept;
+    `links` the bytes that stages sent, as (source, target, bytes).
     """
 
     events: tuple[Event, ...]
@@ -57,6 +97,7 @@ class Timeline:
     memory: tuple[tuple[tuple[float, Memory], ...], ...] = ()
     peaks: tuple[Memory, ...] = ()
     stashes: tuple[int, ...] = ()
+    links: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -69,19 +110,25 @@ class Timeline:
             return 0.0
         return max(e.stop for e in self.events) - min(e.start for e in self.events)
 
+    @cached_property
+    def _at_work(self) -> list[Event]:
+        """What ranks do themselves: in a simulated step, sums of gradients are the links' work."""
+        simulated = self.clock == "simulated"
+        return [e for e in self.events if not (simulated and e.action.endswith("R"))]
+
     def busy(self, rank: int) -> float:
-        return sum(e.seconds for e in self.events if e.rank == rank)
+        return sum(e.seconds for e in self._at_work if e.rank == rank)
 
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they did nothing."""
         room = self.seconds * self.ranks
-        return 1 - sum(e.seconds for e in self.events) / room if room else 0.0
+        return 1 - sum(e.seconds for e in self._at_work) / room if room else 0.0
 
     def share(self, wanted: Callable[[Action], bool]) -> float:
         """The share of the busy time that went into some kind of action."""
-        busy = sum(e.seconds for e in self.events)
-        return sum(e.seconds for e in self.events if wanted(e.parsed())) / busy if busy else 0.0
+        busy = sum(e.seconds for e in self._at_work)
+        return sum(e.seconds for e in self._at_work if wanted(e.parsed())) / busy if busy else 0.0
 
 
 def merged(parts: list[Timeline]) -> Timeline:

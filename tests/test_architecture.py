@@ -24,8 +24,10 @@ TOWER = (
     ("torch",),
     ("engine", "planner"),
     ("simulate", "estimate", "draw", "transport"),
+    ("live",),
     ("timeline",),
     ("schedule",),
+    ("price",),
     ("plan", "costs"),
     ("graph", "layout"),
     ("geometry", "grid", "windows", "machine"),
@@ -42,7 +44,7 @@ VISITORS = {"__main__", "cli", DOOR}
 PURE = {
     *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
     *("costs", "plan"),
-    *("schedule", "timeline", "estimate", "simulate", "draw", "planner"),
+    *("schedule", "timeline", "estimate", "live", "price", "simulate", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gems.costs import Cost, Costs, of_stages
+from gems.costs import Cost, Costs, Edge, of_stages
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, to_json, write
 from gems.graph import Block, Graph, Value, Weight, crossings
@@ -364,20 +364,22 @@ def test_outputs_of_the_model_travel_to_the_last_stage_where_the_loss_is() -> No
 def test_costs_of_a_stage_add_up_and_shared_storages_and_weights_count_once() -> None:
     costs = of_stages(Costs((Cost(1, 2, 3), Cost(4, 5, 6), Cost(7, 8, 9))), SKIP, (0, 0, 1))
     assert costs.items == (
-        Cost(f=5, i=7, w=9, stash=115, weights=48),
-        Cost(f=7, i=8, w=9, stash=1, weights=40),
+        Cost(f=5, i=7, w=9, stash=115, weights=48, gradients=40),
+        Cost(f=7, i=8, w=9, stash=1, weights=40, gradients=40),
     )
-    assert costs.messages == ((0, 1, 2 * 4 * 4 + 2 * 5 * 4),)
+    assert costs.messages == (Edge(0, 1, 2 * 4 * 4 + 2 * 5 * 4, 2 * 4 * 4 + 2 * 5 * 4),)
     assert (costs[0].b, costs[0].seconds) == (16, 21)
 
 
 def test_a_team_shares_work_stash_and_messages_but_not_weights() -> None:
-    costs = Costs((Cost(4, 8, 12, 100, 7), Cost(1, 2, 3, 10, 5)), ((0, 1, 90),), latency=0.5)
+    costs = Costs(
+        (Cost(4, 8, 12, 100, 7), Cost(1, 2, 3, 10, 5)), (Edge(0, 1, 90, 90),), latency=0.5
+    )
     shared = costs.shared((4, 2))
     assert shared.items == (Cost(1, 2, 3, 25, 7), Cost(0.5, 1, 1.5, 5, 5))
-    assert shared.messages == ((0, 1, 23),), "in four parts, the largest 23 bytes"
+    assert shared.part("output", 0, 1) == 23, "in four parts, the largest 23 bytes"
     assert shared.latency == 0.5
-    assert costs.shared((1, 1)) == costs
+    assert costs.shared((1, 1)).items == costs.items
 
 
 # --- where to cut -------------------------------------------------------------------------------
@@ -431,7 +433,7 @@ THINGS = [
     Plan(stages=3, spatial=4, local_dp=2, placement=((0, 1, 2, 3), (0, 1), (2, 3))),
     Grid(tiles=(2, 2)),
     SKIP,
-    Costs((Cost(0.1, 0.2, 0.3, 4, 5), Cost()), ((0, 1, 100),)),
+    Costs((Cost(0.1, 0.2, 0.3, 4, 5), Cost()), (Edge(0, 1, 100, 100),)),
     Timeline(
         events=(Event(0, "0F0", 0.0, 0.25, 0.2), Event(1, "1F0@1", 0.25, 0.5)),
         clock="virtual",

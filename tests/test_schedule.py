@@ -492,16 +492,16 @@ def test_a_message_back_proves_what_its_sender_had_posted() -> None:
         [Message(what, source, 1 - source, i) for i in (0, 1)]
         for what, source in (("output", 0), ("gradient", 1))
     )
-    assert receipts(schedule, plan, 0) == {(back[0], 1): there}
-    assert receipts(schedule, plan, 1) == {(there[1], 0): [back[0]]}
+    assert receipts(schedule, plan)[0] == {(back[0], 1): there}
+    assert receipts(schedule, plan)[1] == {(there[1], 0): [back[0]]}
 
 
 def test_each_rank_of_a_team_proves_what_it_has_posted_itself() -> None:
     plan = Plan(stages=2, spatial="1x2", schedule="1f1b")
     there, back = Message("output", 0, 1, 0), Message("gradient", 1, 0, 0)
     for rank in (0, 1):
-        assert receipts(lowered(plan), plan, rank) == {(back, 2): [there]}
-    assert receipts(lowered(plan), plan, 2) == {(there, 0): [back], (there, 1): [back]}
+        assert receipts(lowered(plan), plan)[rank] == {(back, 2): [there]}
+    assert receipts(lowered(plan), plan)[2] == {(there, 0): [back], (there, 1): [back]}
 
 
 @given(team_plans())
@@ -509,7 +509,7 @@ def test_receipts_hold_in_any_schedule(plan: Plan) -> None:
     schedule = lowered(plan)
     for rank in range(plan.world):
         proven: set[tuple[Message, int]] = set()
-        for (message, other), posted in receipts(schedule, plan, rank).items():
+        for (message, other), posted in receipts(schedule, plan)[rank].items():
             row = schedule.ranks[other]
             sent = next(at for at, a in enumerate(row) if a.way == ">" and a.message == message)
             before = {a.message for a in row[:sent] if a.way == "<"}

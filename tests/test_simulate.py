@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gems.costs import Cost, Costs, unit
+from gems.costs import Cost, Costs, Edge, unit
 from gems.errors import ScheduleError
 from gems.machine import Link, Machine, machine
 from gems.plan import Plan
@@ -15,7 +15,7 @@ from gems.schedule.core import parse
 from gems.simulate import simulate, virtual
 from gems.timeline import Event, Timeline
 
-TWO = Costs((Cost(), Cost()), messages=((0, 1, 100),))
+TWO = Costs((Cost(), Cost()), messages=(Edge(0, 1, 100, 100),))
 LINK = Link(bandwidth=50.0, latency=0.5)  # a message of 100 bytes takes 2.5 s
 
 
@@ -42,14 +42,16 @@ def test_messages_of_one_link_queue_and_those_of_two_links_do_not() -> None:
     at = starts(simulate(lowered(queued), queued, TWO, LINK))
     assert (at["1F0"], at["1F1"]) == (3.5, 6)  # 0F1 is done at 2, but the link is busy until 3.5
     fan = Plan(stages=3, edges=((0, 1), (0, 2)))
-    costs = Costs((Cost(),) * 3, messages=((0, 1, 100), (0, 2, 100)))
+    costs = Costs((Cost(),) * 3, messages=(Edge(0, 1, 100, 100), Edge(0, 2, 100, 100)))
     at = starts(simulate(lowered(fan), fan, costs, LINK))
     assert (at["1F0"], at["2F0"]) == (3.5, 3.5)
 
 
 def test_a_skip_goes_straight_to_its_reader_and_delays_nobody_else() -> None:
     plan = Plan(stages=3, edges=((0, 1), (0, 2), (1, 2)))
-    costs = Costs((Cost(),) * 3, messages=((0, 1, 0), (0, 2, 500), (1, 2, 0)))
+    costs = Costs(
+        (Cost(),) * 3, messages=(Edge(0, 1, 0, 0), Edge(0, 2, 500, 500), Edge(1, 2, 0, 0))
+    )
     at = starts(simulate(lowered(plan), plan, costs, LINK))
     assert at["1F0"] == 1.5
     assert at["2F0"] == 1 + 0.5 + 500 / 50
@@ -59,7 +61,7 @@ def test_a_stage_waits_for_its_own_message_not_for_the_next_one_to_the_same_rank
     # Stages 1 and 2 are both on rank 1. The message for stage 2 is sent second and used to hide
     # the arrival of the one for stage 1.
     plan = Plan(stages=3, placement=(0, 1, 1), schedule="gpipe", edges=((0, 1), (0, 2), (1, 2)))
-    costs = Costs((Cost(),) * 3, messages=((0, 1, 0), (0, 2, 500)))
+    costs = Costs((Cost(),) * 3, messages=(Edge(0, 1, 0, 0), Edge(0, 2, 500, 500)))
     at = starts(simulate(lowered(plan), plan, costs, LINK))
     assert (at["1F0"], at["2F0"]) == (1.5, 12)
 
@@ -76,7 +78,7 @@ def test_messages_between_nodes_take_the_slower_link() -> None:
     fast, slow = Link(bandwidth=100, latency=0.0), Link(bandwidth=10, latency=0.5)
     cluster = Machine("toy", machine("cpu").device, fast, fast, node=2, between=slow)
     plan = Plan(stages=4, schedule="gpipe")
-    costs = Costs((Cost(),) * 4, messages=tuple((s, s + 1, 50) for s in range(3)))
+    costs = Costs((Cost(),) * 4, messages=tuple(Edge(s, s + 1, 50, 50) for s in range(3)))
     at = starts(simulate(lowered(plan), plan, costs, cluster))
     assert [at[f"{s}F0"] for s in range(4)] == [0, 1.5, 1.5 + 1 + 5.5, 1.5 + 1 + 5.5 + 1.5]
 
@@ -86,7 +88,7 @@ def test_messages_between_nodes_take_the_slower_link() -> None:
 
 def test_a_stage_that_is_cut_takes_a_part_of_its_time_on_every_rank() -> None:
     plan = Plan(stages=2, spatial=(2, 2))
-    costs = Costs((Cost(4, 4, 4), Cost()), messages=((0, 1, 100),)).shared(plan.sizes)
+    costs = Costs((Cost(4, 4, 4), Cost()), messages=(Edge(0, 1, 100, 100),)).shared(plan.sizes)
     timeline = simulate(lowered(plan), plan, costs, LINK)
     # Each of four links carries 25 bytes in 0.5 + 0.5 s.
     assert starts(timeline) == {"0F0": 0, "1F0": 2, "1B0": 3, "0B0": 6, "1R": 5, "0R": 8}
@@ -97,7 +99,7 @@ def test_a_stage_that_is_cut_takes_a_part_of_its_time_on_every_rank() -> None:
 
 def test_between_teams_a_message_travels_in_parts_side_by_side() -> None:
     plan = Plan(stages=2, spatial=["2x2", "1x2"])
-    costs = Costs((Cost(), Cost()), messages=((0, 1, 100),)).shared(plan.sizes)
+    costs = Costs((Cost(), Cost()), messages=(Edge(0, 1, 100, 100),)).shared(plan.sizes)
     at = starts(simulate(lowered(plan), plan, costs, LINK))
     assert at["1F0"] == 1 / 4 + 0.5 + 25 / 50
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli.options import add_machine, add_model, add_plan, plan_from, traced
-from gems.costs import of_stages
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.estimate import estimate
@@ -15,6 +14,7 @@ from gems.files import to_json, write
 from gems.machine import bytes_of, machine
 from gems.planner.assign import assign, stages
 from gems.planner.search import explain, search
+from gems.price import price
 
 
 def add(commands: Any) -> None:
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         plan = found[0].plan
     else:
         plan = assign(plan_from(given), graph, costs)
-    staged = of_stages(costs, graph, stages(plan, graph, costs)).shared(plan.sizes)
+    staged = price(costs, graph, stages(plan, graph, costs), plan, on)
     rows = []
     for stage, cost in enumerate(staged.items):
         assert not isinstance(plan.stages, int)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli.options import add_machine, add_model, add_plan, plan_from, traced
-from gems.costs import of_stages, unit
+from gems.costs import unit
 from gems.draw.table import report
 from gems.draw.text import text
 from gems.estimate import estimate
 from gems.files import to_json, write
 from gems.machine import machine
 from gems.planner.assign import assign, stages
+from gems.price import price
 from gems.schedule.build import lowered
 from gems.simulate import simulate
 from gems.timeline import Timeline
@@ -46,6 +47,7 @@ def predicted(given: argparse.Namespace) -> Timeline:
     on = machine(given.machine)
     graph = traced(given).graph
     blocks = estimate(graph, on)
-    costs = of_stages(blocks, graph, stages(plan, graph, blocks)).shared(plan.sizes)
+    stage_of = stages(plan, graph, blocks)
     plan = assign(plan, graph, blocks)
+    costs = price(blocks, graph, stage_of, plan, on)
     return simulate(lowered(plan, costs), plan, costs, on)

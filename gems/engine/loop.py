@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 from gems.engine.adapter import Adapter, Tensors
-from gems.engine.meter import Meter
 from gems.errors import note
 from gems.plan import Plan
 from gems.schedule.core import Action, Kind, Message, Schedule
 from gems.schedule.passes import receipts
-from gems.timeline import Event, Memory, Timeline
+from gems.timeline import Event, Memory, Meter, Timeline
 from gems.transport.core import Handle, Transport
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ class Engine:
     ) -> None:
         self.plan, self.adapter, self.transport = plan, adapter, transport
         self.actions = schedule.ranks[transport.rank]
-        self.receipts = receipts(schedule, plan, transport.rank)
+        self.receipts = receipts(schedule, plan)[transport.rank]
 
     def step(self, number: int = 0) -> Timeline:
         """Run all actions once; gradients are summed over their holders at the end."""

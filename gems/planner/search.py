@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gems.costs import Costs, of_stages
+from gems.costs import Costs
 from gems.errors import PlanError, faults
 from gems.graph import Graph
 from gems.machine import Machine
 from gems.plan import Plan
 from gems.planner.assign import assign, stages
+from gems.price import price
 from gems.schedule.build import build
 from gems.schedule.passes import lower
 from gems.simulate import simulate
@@ -90,7 +91,7 @@ def _plans(ranks: int, blocks: int) -> Iterator[Plan]:
 def _predict(plan: Plan, graph: Graph, costs: Costs, machine: Machine) -> Candidate:
     stage_of = stages(plan, graph, costs)
     plan = assign(plan, graph, costs)
-    staged = of_stages(costs, graph, stage_of).over(machine.link)
+    staged = price(costs, graph, stage_of, plan, machine)
     order = build(plan, staged)
     seconds = simulate(lower(order, plan.one_copy()), plan.one_copy(), staged, machine).seconds
     held = counted(order)

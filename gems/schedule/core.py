@@ -179,19 +179,31 @@ class Run:
 
     def turns(self) -> Iterator[tuple[tuple[int, ...], Action]]:
         """The same, with all the ranks that do an action together."""
-        moved = True
-        while moved:
-            moved = False
-            for rank in range(len(self.schedule.ranks)):
+        awake = [True] * len(self.schedule.ranks)  # something has changed for them
+        while any(awake):
+            for rank in (r for r in range(len(awake)) if awake[r]):
+                awake[rank] = False
                 action = self.head(rank)
                 if action is None or self.missing(rank, action):
                     continue
                 team = self._team(rank, action)
-                if rank == team[0] and not self.absent(rank, team):
+                if rank != team[0]:
+                    awake[team[0]] = True
+                elif not self.absent(rank, team):
                     for member in team:
                         self._do(member, action)
-                    moved = True
+                        awake[member] = True
+                    for other in self._concerned(action):
+                        awake[other] = True
                     yield team, action
+
+    def _concerned(self, action: Action) -> Iterator[int]:
+        """The ranks that an action may have been waited for by."""
+        if action.way == ">":
+            yield from self.plan.team_for(action.peer, action.micro_batch)
+        elif action.computes and not self.lowered:
+            for stage in (*self.plan.sources[action.stage], *self.plan.sinks[action.stage]):
+                yield from self.plan.team_for(stage, action.micro_batch)
 
     def head(self, rank: int) -> Action | None:
         """What a rank has come to; None if it is done."""

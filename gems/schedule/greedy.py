@@ -138,7 +138,7 @@ def joined(schedule: Schedule, plan: Plan, costs: Costs) -> Schedule:
         if (a.stage, a.micro_batch) != (b.stage, b.micro_batch):
             return False
         waiting = ((q, begins[q, a.micro_batch]) for q in plan.sources[a.stage])
-        return all(start >= stops[b] + costs.travel(a.stage, q) for q, start in waiting)
+        return all(start >= stops[b] + costs.travel("gradient", a.stage, q) for q, start in waiting)
 
     rows = []
     for row in schedule.ranks:
@@ -176,7 +176,7 @@ def travel(fact: Fact, action: Action, plan: Plan, costs: Costs) -> float:
     """Seconds until what holds on one rank is known to an action on another."""
     if plan.rank_of(fact.stage, action.replica) == plan.rank_of(action.stage, action.replica):
         return 0.0
-    return costs.travel(fact.stage, action.stage)
+    return costs.travel(fact.what, fact.stage, action.stage)
 
 
 PATIENCE = 0.25  # of the shortest forward: how long a rank may wait for something more urgent

@@ -117,25 +117,26 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
     return Schedule(tuple(lowered))
 
 
-def receipts(schedule: Schedule, plan: Plan, rank: int) -> dict[tuple[Message, int], list[Message]]:
-    """Which messages of `rank` are surely on their way once it holds one from their receiver.
+Receipts = dict[tuple[Message, int], list[Message]]
+
+
+def receipts(schedule: Schedule, plan: Plan) -> list[Receipts]:
+    """For each rank, which of its messages are surely taken once it holds one of their receiver's.
 
     A send is through when its receive is posted. Nothing tells the sender so, but if the receiver
     later sends something back, then whoever holds that knows. So a rank can let go of its buffers
     without ever waiting for a peer that waits for it. To hold the part of a message that came from
     `other` proves that `other` has posted the receives listed under (message, other).
     """
-    found: dict[tuple[Message, int], list[Message]] = {}
+    found: list[Receipts] = [{} for _ in schedule.ranks]
     for other, row in _rows(schedule):
-        posted: list[Message] = []
-        for action in row:
-            if not action.way or rank not in _others(action, other, plan):
-                continue
-            if action.way == "<":
-                posted.append(action.message)
-            elif posted:
-                found[action.message, other] = posted
-                posted = []
+        posted: dict[int, list[Message]] = defaultdict(list)
+        for action in (a for a in row if a.way):
+            for rank in _others(action, other, plan):
+                if action.way == "<":
+                    posted[rank].append(action.message)
+                elif posted[rank]:
+                    found[rank][action.message, other] = posted.pop(rank)
     return found
 
 

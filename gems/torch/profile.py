@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.costs import Cost, Costs
+from gems.costs import Costs
 from gems.estimate import estimate
 from gems.machine import machine
 from gems.torch.calls import Attr, Call, Record, Ref, is_place
@@ -25,20 +26,17 @@ def measure(traced: Trace, model: nn.Module, device: torch.device) -> Costs:
     Two calls of the same kind, shapes and settings are measured once.
     """
     guess = estimate(traced.graph, machine("cpu"))
-    known: dict[str, tuple[float, float]] = {}
+    known: dict[str, tuple[float, float, float]] = {}
     items = []
     for i, cost in enumerate(guess.items):
-        forward = backward = 0.0
+        seconds = [0.0, 0.0, 0.0]
         for call in traced.calls(i):
             signature = _signature(call, traced.record, model)
             if signature not in known:
                 known[signature] = _time(call, traced.record, model, device)
-            f, b = known[signature]
-            forward, backward = forward + f, backward + b
-        share = cost.w / cost.b if cost.b else 0.0
-        items.append(
-            Cost(forward, backward * (1 - share), backward * share, cost.stash, cost.weights)
-        )
+            seconds = [a + b for a, b in zip(seconds, known[signature], strict=True)]
+        f, through, learns = seconds
+        items.append(replace(cost, f=f, i=through, w=learns, launch=min(cost.launch, f)))
     return Costs(tuple(items))
 
 
@@ -56,10 +54,22 @@ def _signature(call: Call, record: Record, model: nn.Module) -> str:
 
 def _time(
     call: Call, record: Record, model: nn.Module, device: torch.device
+) -> tuple[float, float, float]:
+    """Forward, input gradient and weight gradient: what backward takes more with weights than
+    without them."""
+    f, both = _run(call, record, model, device, learns=True)
+    _, through = _run(call, record, model, device, learns=False)
+    return f, min(through, both), max(both - through, 0.0)
+
+
+def _run(
+    call: Call, record: Record, model: nn.Module, device: torch.device, *, learns: bool
 ) -> tuple[float, float]:
+    """Forward and backward of a call on noise, the best of a few."""
     target: Any = call.function
     if call.module is not None:
         target = copy.deepcopy(model.get_submodule(call.module)).to_empty(device=device)
+        target.requires_grad_(learns)
         with torch.no_grad():
             for weight in (*target.parameters(), *target.buffers()):
                 weight.zero_()
@@ -68,7 +78,7 @@ def _time(
         if isinstance(x, Attr):
             held = {**record.parameters, **record.buffers}[x.name]
             made = torch.zeros(held.shape, dtype=getattr(torch, held.dtype), device=device)
-            return made.requires_grad_(x.name in record.parameters)
+            return made.requires_grad_(learns and x.name in record.parameters)
         if not isinstance(x, Ref):
             return x
         value = record.values[x.name]

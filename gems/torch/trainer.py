@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gems import machine as machines
-from gems.costs import Costs, of_stages
+from gems.costs import Costs
 from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.estimate import estimate
@@ -22,6 +22,7 @@ from gems.files import from_json
 from gems.plan import Plan
 from gems.planner.assign import assign, stages
 from gems.planner.search import explain, search
+from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
@@ -162,8 +163,7 @@ class Trainer:
             )
         stage_of = stages(plan, traced.graph, blocks)
         self.plan = plan = assign(plan, traced.graph, blocks)
-        whole = of_stages(blocks, traced.graph, stage_of).over(self.machine.link)
-        self.costs = whole.shared(plan.sizes)
+        self.costs = price(blocks, traced.graph, stage_of, plan, self.machine)
         if schedule is None:
             self.schedule = lowered(plan, self.costs, self._stash_limit())
         elif any(action.way for _, action in schedule):

@@ -1,0 +1,135 @@
+"""Live bytes of every rank while a schedule is carried out, counted as the engine counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gems.costs import Costs
+from gems.plan import Plan
+from gems.schedule.core import Action, Kind, Message, Schedule
+from gems.schedule.passes import Receipts, receipts
+from gems.timeline import Memory, Meter
+
+Row = list[Memory]  # right after each action
+
+
+def live(
+    schedule: Schedule, plan: Plan, costs: Costs, state: float = 2.0
+) -> list[tuple[Row, Meter]]:
+    """For each rank its live bytes after every action, and the meter that knows the peak.
+
+    `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum.
+    """
+    proofs = receipts(schedule, plan)
+    return [
+        _Rank(rank, plan, costs, state, proofs[rank]).run(row)
+        for rank, row in enumerate(schedule.ranks)
+    ]
+
+
+class _Rank:
+    """One rank's account. The engine does the same with tensors: see gems/engine/loop.py."""
+
+    def __init__(self, rank: int, plan: Plan, costs: Costs, state: float, proofs: Receipts) -> None:
+        self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
+        mine = [costs[s] for s in plan.stages_on[rank]]
+        # Where several ranks hold a stage, gradients have their place from the start.
+        self.gradients = {
+            s: costs[s].gradients for s in plan.stages_on[rank] if len(plan.holders[s]) > 1
+        }
+        self.standing = Memory(
+            weights=round(sum(c.weights for c in mine)),
+            gradients=round(sum(self.gradients.values())),
+            optimizer=round(state * sum(c.gradients for c in mine)),
+        )
+        self.meter = Meter(self.standing)
+        self.at_hand: dict[Message, int] = {}
+        self.inbox: dict[Message, dict[int, int]] = {}
+        self.sending: dict[tuple[Message, int], int] = {}
+
+    def run(self, row: Sequence[Action]) -> tuple[Row, Meter]:
+        found = []
+        for action in row:
+            self._do(action)
+            found.append(self.meter.now)
+        return found, self.meter
+
+    def _do(self, action: Action) -> None:
+        if action.way == ">":
+            self._send(action)
+        elif action.way == "<":
+            self._post(action)
+        elif action.kind is Kind.FORWARD:
+            self._forward(action)
+        elif action.kind is Kind.WEIGHT:
+            self._release(action.stage)
+        elif action.kind is not Kind.REDUCE:
+            self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        s, i = action.stage, action.micro_batch
+        for source in self.plan.sources[s]:
+            self._take(Message("output", source, s, i))
+        self.meter.keep(round(self.costs[s].stash))
+        for sink in self.plan.sinks[s]:
+            self._offer(Message("output", s, sink, i))
+
+    def _backward(self, action: Action) -> None:
+        s, i = action.stage, action.micro_batch
+        for sink in self.plan.sinks[s]:
+            self._take(Message("gradient", sink, s, i))
+        if action.kind is Kind.BACKWARD:
+            self._release(s)
+        for source in self.plan.sources[s]:
+            self._offer(Message("gradient", s, source, i))
+
+    def _release(self, stage: int) -> None:
+        self.meter.release(round(self.costs[stage].stash))
+        if stage not in self.gradients:
+            self.gradients[stage] = self.costs[stage].gradients
+            total = round(sum(self.gradients.values()))
+            self.standing = replace(self.standing, gradients=total)
+        self.meter.settle(self.standing)
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def _offer(self, message: Message) -> None:
+        self.at_hand[message] = self._bytes(message, self.costs.team(message.source))
+        self.meter.add("boundary", self.at_hand[message])
+
+    def _take(self, message: Message) -> None:
+        if message in self.at_hand:
+            self.meter.drop("boundary", self.at_hand.pop(message))
+        for source, size in self.inbox.pop(message, {}).items():
+            self.meter.drop("boundary", size)
+            for sent in self.proofs.get((message, source), ()):
+                self.meter.drop("communication", self.sending.pop((sent, source), 0))
+
+    def _send(self, action: Action) -> None:
+        message, team = action.message, self._team(action)
+        for target in team:
+            if target != self.rank:
+                size = self._part(message)
+                self.meter.add("communication", size)
+                self.sending[message, target] = size
+        if self.rank not in team:
+            self.meter.drop("boundary", self.at_hand.pop(message))
+
+    def _post(self, action: Action) -> None:
+        message = action.message
+        others = [source for source in self._team(action) if source != self.rank]
+        self.inbox[message] = dict.fromkeys(others, self._part(message))
+        for size in self.inbox[message].values():
+            self.meter.add("boundary", size)
+
+    def _team(self, action: Action) -> tuple[int, ...]:
+        return self.plan.team_for(action.peer, action.micro_batch)
+
+    def _part(self, message: Message) -> int:
+        """What goes from one rank to another, if every rank has something for every other."""
+        teams = self.costs.team(message.source) * self.costs.team(message.target)
+        return self._bytes(message, teams)
+
+    def _bytes(self, message: Message, parts: int) -> int:
+        return -(-self.costs.bytes(message.what, message.source, message.target) // parts)

@@ -1,0 +1,74 @@
+"""What the stages of a plan cost each of their ranks on a machine: shares, strips and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, prod
+
+from gems.costs import Cost, Costs, of_stages, together
+from gems.graph import Block, Graph
+from gems.grid import Grid
+from gems.machine import Link, Machine
+from gems.plan import Plan
+
+
+def price(
+    blocks: Costs, graph: Graph, stage_of: Sequence[int], plan: Plan, machine: Machine
+) -> Costs:
+    """Costs per stage, as a rank in the middle of each team bears them; messages over `machine`."""
+    whole = of_stages(blocks, graph, stage_of).over(machine.link)
+    items = []
+    for stage, (cost, grid) in enumerate(zip(whole.items, plan.grids, strict=True)):
+        if grid.size > 1:
+            link = machine.slowest(plan.team_of(stage, 0))
+            mine = [i for i, s in enumerate(stage_of) if s == stage]
+            cost = _cut(cost, [(graph.blocks[i], blocks[i]) for i in mine], graph, grid, link)
+        items.append(cost)
+    return replace(whole, items=tuple(items), teams=plan.sizes)
+
+
+def _cut(
+    stage: Cost, blocks: Sequence[tuple[Block, Cost]], graph: Graph, grid: Grid, link: Link
+) -> Cost:
+    """A stage on one of the tiles, or slices, that a grid cuts it into."""
+    parts, kept = [], 0.0
+    for block, cost in blocks:
+        share = _share(block, graph, grid)
+        messages, strips = _strips(block, grid)
+        sent = strips + block.sums * (grid.size - 1)
+        messages += (grid.size - 1) * bool(block.sums)
+        seconds = messages * link.latency + sent / link.bandwidth
+        part = cost.part(share)
+        part = replace(part, f=part.f + seconds, i=part.i + seconds * bool(part.i), exchange=sent)
+        parts.append(part)
+        kept += strips * bool(block.saves)
+    found = together(parts)
+    # A storage that two blocks keep counts once, as in the whole stage.
+    alone = sum(cost.stash for _, cost in blocks)
+    once = stage.stash / alone if alone else 1.0
+    return replace(
+        found, stash=found.stash * once + kept, weights=stage.weights, gradients=stage.gradients
+    )
+
+
+def _share(block: Block, graph: Graph, grid: Grid) -> float:
+    """The part of a block that the largest of the tiles has; 1 for what is too small to be cut."""
+    shape = graph.value[block.writes[0]].shape if block.writes else ()
+    if not grid.tiles:
+        return ceil(shape[0] / grid.batch) / shape[0] if shape and shape[0] else 1.0
+    if block.whole or len(shape) < 2 + len(grid.tiles):
+        return 1.0
+    lengths = shape[-len(grid.tiles) :]
+    return prod(ceil(n / g) / n for n, g in zip(lengths, grid.tiles, strict=True) if n)
+
+
+def _strips(block: Block, grid: Grid) -> tuple[int, float]:
+    """Messages and bytes that a rank with neighbours on all sides sends for a layer's halo."""
+    messages, size = 0, 0.0
+    for strip, tiles in zip(reversed(block.strips), reversed(grid.tiles), strict=False):
+        if strip and tiles > 1:
+            sides = min(2, tiles - 1)
+            messages += sides
+            size += strip / 2 * sides / (grid.size / tiles)
+    return messages, size
