@@ -35,7 +35,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a shape."""
+        """All cells of a tensor: `Box.whole((4, 6))` is `[0:4, 0:6]`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property

@@ -48,6 +48,7 @@ def shapes_and_grids(draw: st.DrawFn) -> tuple[Cell, Cell]:
 def test_a_box_knows_its_shape_size_and_slices() -> None:
     box = Box((1, 2), (4, 6))
     assert (box.shape, box.size, box.empty) == ((3, 4), 12, False)
+    assert Box.whole((4, 6)) == Box((0, 0), (4, 6))
     assert box.slices() == (slice(1, 4), slice(2, 6))
     assert box.shift((-1, 5)) == Box((0, 7), (3, 11))
     assert box.relative_to(Box((1, 1), (9, 9))) == Box((0, 1), (3, 5))

@@ -72,7 +72,7 @@ def is_lazy(x: Any) -> bool:
 def read_box(x: Any, box: Box | None) -> Any:
     """A box of a tensor or an array, or all of it; anything else as it is."""
     if isinstance(x, Lazy):
-        return x.read(box or Box((0,) * len(x.shape), tuple(x.shape)))
+        return x.read(box or Box.whole(x.shape))
     if box is None or not isinstance(x, Tensor):
         return x
     part = x[box.slices()]

@@ -22,8 +22,7 @@ Boxes = Mapping[int, Box]  # rank -> its part
 
 def whole(value: Value, team: Sequence[int]) -> dict[int, Box]:
     """The boxes of a team of which every rank has all of a value."""
-    full = Box((0,) * len(value.shape), value.shape)
-    return dict.fromkeys(team, full)
+    return dict.fromkeys(team, Box.whole(value.shape))
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Passage:
     def moves(self) -> tuple[Move, ...]:
         ranks = sorted({*self.have, *self.want})
         dims = len(self.value.shape) or 1  # a number is a box of one cell
-        nothing = Box((0,) * dims, (0,) * dims)
+        nothing = Box.whole((0,) * dims)
 
         def boxes(of: Boxes) -> list[Box]:
             return [_at_least_one_dim(of[r]) if r in of else nothing for r in ranks]
@@ -73,7 +72,7 @@ class Passage:
 
 
 def _at_least_one_dim(box: Box) -> Box:
-    return box if box.start else Box((0,), (1,))
+    return box if box.start else Box.whole((1,))
 
 
 def pack(

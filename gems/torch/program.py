@@ -179,7 +179,7 @@ class _Writer:
 
         def run(input: torch.Tensor, p: float = 0.5, **_: Any) -> torch.Tensor:
             p = p if module is None else module.p  # type: ignore[assignment]
-            whole = Box((0,) * input.dim(), tuple(input.shape))
+            whole = Box.whole(input.shape)
             return self.draws.dropped(input, p, call.name, input.shape, whole)
 
         return run

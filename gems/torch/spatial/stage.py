@@ -123,7 +123,7 @@ def _cut(
     makers = {name: call for call in record.calls for name in call.writes}
     inplace: dict[str, str] = {}  # a value made by a change in place -> the value before
     for call in calls:
-        ask = Ask(call, model, record.values, dict(layouts), weights, makers, draws)
+        ask = Ask(call, model, record.values, layouts, weights, makers, draws)
         rule = None
         if ask.cut:
             try:
