@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ class NoCut(Exception):
     """Why a call cannot be cut exactly."""
 
 
+FIRST = ("input", "tensors")  # what torch calls the first argument of what is in the table
 OWN = ()  # instead of windows: every rank brings its own cells, wherever the result is wanted
 
 
@@ -64,6 +65,16 @@ class Ask:
     weights: Mapping[str, Weight]
     makers: Mapping[str, Call]  # of every value
     draws: Draws
+    by_name: str | None = field(default=None, init=False)  # an input that was given by name only
+
+    def __post_init__(self) -> None:
+        """Rules find a call's input in front, also where the model gives it by name."""
+        if self.make is None or self.call.args:
+            return
+        self.by_name = next((name for name in FIRST if name in self.call.kwargs), None)
+        if self.by_name is not None:
+            rest = dict(self.call.kwargs)
+            self.call = replace(self.call, args=(rest.pop(self.by_name),), kwargs=rest)
 
     @cached_property
     def module(self) -> nn.Module | None:

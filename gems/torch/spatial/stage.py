@@ -164,8 +164,6 @@ def _rule(ask: Ask) -> Rule:
         return pointwise.pointwise(ask)
     if ask.module is not None and hooked(ask.module) and not ask.call.pointwise:
         raise NoCut("carries hooks, which expect to see the whole tensor")
-    if not ask.call.args:
-        raise NoCut("is called with named arguments only; give its input by position")
     return make(ask)
 
 
@@ -248,8 +246,11 @@ def _guarded(run: Run, site: Site, memory: Notes) -> Run:
     names = [name for _, name in site.call.outs]
     dtypes = [getattr(torch, site.ask.values[name].dtype) for name in names]
     shape = site.out().shape if names and site.rule.outs and site.out().empty else None
+    named = site.ask.by_name
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if named is not None:
+            args = (kwargs.pop(named),)
         found = run(*args, **kwargs)
         if memory.now is not None:
             memory.now.forget()
