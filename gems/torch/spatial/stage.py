@@ -21,7 +21,18 @@ from gems.layout import Layout, Spans, around, clipped, hulls, read
 from gems.torch.calls import Call, Record
 from gems.torch.defer import hooked
 from gems.torch.random import Draws
-from gems.torch.spatial import norms, pointwise, resize, shapes, sums, windowed  # noqa: F401
+from gems.torch.spatial import (  # noqa: F401
+    adaptive,
+    criteria,
+    joins,
+    norms,
+    picks,
+    pointwise,
+    resize,
+    shapes,
+    sums,
+    windowed,
+)
 from gems.torch.spatial.pointwise import Broadcast
 from gems.torch.spatial.rule import (
     OWN,

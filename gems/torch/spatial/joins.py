@@ -1,0 +1,73 @@
+"""Tensors side by side: concatenation and stacking, and taking apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gems.layout import Layout
+from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, refs, rule, same
+from gems.torch.spatial.shapes import fetched
+
+
+def _cat(tensors: Any, dim: int = 0, axis: Any = None) -> None: ...
+
+
+@rule(("cat", "concat", "concatenate"))
+def concatenate(ask: Ask) -> Rule:
+    """Along a dim that is not cut; parts that are cut differently are brought in line first."""
+    a = ask.named(_cat)
+    dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(ask.shape(ask.out))
+    first = _alike(ask, a["tensors"])
+    if dim in first.dims:
+        raise NoCut(f"joins tensors along dim {dim}, which is cut")
+    return _joined_along(ask, first, first.dims)
+
+
+def _alike(ask: Ask, tensors: Any) -> Layout:
+    """The first of some tensors, all of which must be cut along the same dims."""
+    first = ask.layouts[ask.cut[0]]
+    for ref in refs(tensors):
+        layout = ask.layout(ref)
+        if layout is None or layout.dims != first.dims:
+            raise NoCut("joins tensors of which some are cut and some are not")
+    return first
+
+
+def _joined_along(ask: Ask, first: Layout, dims: Sequence[int]) -> Rule:
+    windows = same(first)
+
+    def bind(site: Site) -> Run:
+        return site.mapped(site.original, lambda place: site.fetch(place, None))
+
+    outs = {ask.out: first.follow(ask.shape(ask.out), dims, windows)}
+    return Rule(outs, dict.fromkeys(ask.cut, windows), bind)
+
+
+@rule(("stack",))
+def stack(ask: Ask) -> Rule:
+    a = ask.named(_cat)
+    shape = ask.shape(ask.out)
+    dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(shape)
+    first = _alike(ask, a["tensors"])
+    return _joined_along(ask, first, [d + (d >= dim) for d in first.dims])
+
+
+def _pieces(input: Any, count: Any = None, dim: int = 0, **kwargs: Any) -> None: ...
+
+
+@rule(("chunk", "split", "split_with_sizes", "tensor_split", "unbind"))
+def pieces(ask: Ask) -> Rule:
+    """Apart again, along a dim that is not cut."""
+    if ask.name == "unbind":
+        args = (*ask.call.args, *ask.call.kwargs.values())
+        x, dim = args[0], args[1] if len(args) > 1 else 0
+    else:
+        a = ask.named(_pieces)
+        x, dim = a["input"], a["dim"]
+    layout = ask.primary(x)
+    dim %= len(layout.shape)
+    if dim in layout.dims:
+        raise NoCut(f"takes a tensor apart along dim {dim}, which is cut")
+    gone = ask.name == "unbind"
+    return fetched(ask, x, [d - (gone and d > dim) for d in layout.dims])
