@@ -986,10 +986,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Function(lambda x: x * x[x > 0].mean()),
         "layer .*is not a layer that is known to have an exact cut",
     ),
-    "the mean of rows": (
-        lambda: Function(lambda x: x - x.mean(2, keepdim=True)),
-        "layer.mean .*of which only some are cut",
-    ),
     "a layer over columns": (
         lambda: nn.Linear(8, 8),
         "layer .*mixes the cells of the last dim, which is cut",
