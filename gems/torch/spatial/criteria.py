@@ -1,4 +1,4 @@
-"""Losses of cells: their sum over all ranks."""
+"""Losses of cells: their sum over all ranks, or one number per cell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from gems.geometry import Box
 from gems.layout import Layout
 from gems.torch.calls import Attr, Ref
-from gems.torch.spatial.pointwise import part_of
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.pointwise import part_of, pointwise
+from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
 from gems.torch.spatial.sums import together
 from gems.torch.spatial.team import Total
 
@@ -33,17 +33,19 @@ CROSS_ENTROPY = ("weight", "ignore_index", "reduction", "label_smoothing")
 
 @rule(("cross_entropy", "nll_loss", "nll_loss_nd"), (nn.CrossEntropyLoss, nn.NLLLoss))
 def cross_entropy(ask: Ask) -> Rule:
-    """Sums over own cells, divided by the weight of all cells that count."""
+    """Sums over own cells, divided by the weight of all cells that count; or a map of losses."""
     a: dict[str, Any] = {"label_smoothing": 0.0, "size_average": None, "reduce": None}
     a |= ask.named(_cross_entropy, CROSS_ENTROPY)
     x, target = a["input"], a["target"]
     layout = ask.primary_of(x)
     if 1 in layout.dims:
         raise NoCut("compares classes, which are cut")
-    if a["size_average"] is not None or a["reduce"] is not None or a["reduction"] == "none":
-        raise NoCut("has another reduction than 'mean' or 'sum'")
+    if a["size_average"] is not None or a["reduce"] is not None:
+        raise NoCut("uses size_average or reduce; use reduction")
     soft = ask.shape(target) == layout.shape
     _same_cells(ask, target, layout, soft)
+    if a["reduction"] == "none":
+        return _each_pixel(ask, x, target, layout)
     likely = ask.name.startswith("nll") or isinstance(ask.module, nn.NLLLoss)
 
     def bind(site: Site) -> Run:
@@ -77,6 +79,17 @@ def cross_entropy(ask: Ask) -> Rule:
     return together(ask, bind)
 
 
+def _each_pixel(ask: Ask, x: Ref, target: Ref, layout: Layout) -> Rule:
+    """A loss for each pixel, cut like the pixels."""
+    windows = same(layout)
+
+    def bind(site: Site) -> Run:
+        return site.mapped(site.original, lambda place: site.fetch(place, None))
+
+    out = layout.follow(ask.shape(ask.out), [d - (d > 1) for d in layout.dims], windows)
+    return Rule({ask.out: out}, {x.name: windows, target.name: windows}, bind)
+
+
 def _same_cells(ask: Ask, target: Any, layout: Layout, alike: bool) -> None:
     """A target must be cut like what it is compared with."""
     other = ask.layout(target)
@@ -100,18 +113,21 @@ LOSSES = (
 
 @rule(ELEMENTWISE, LOSSES)
 def elementwise(ask: Ask) -> Rule:
-    """A loss per cell: summed over own cells, then over the ranks."""
+    """A loss per cell: summed over own cells, then over the ranks; or as it is."""
+    how = getattr(ask.module, "reduction", None) or ask.call.kwargs.get("reduction", "mean")
+    old = [ask.call.kwargs.get(k) for k in ("size_average", "reduce")]
+    if any(k is not None for k in old):
+        raise NoCut("uses size_average or reduce; use reduction")
+    if how == "none":
+        return pointwise(ask, _each_cell)
     layout = ask.layouts[ask.cut[0]]
     for name in ask.cut:
         other = ask.layouts[name]
         if other.shape != layout.shape or other.own != layout.own or other.dims != layout.dims:
-            raise NoCut(f"compares {layout.shape} with {other.shape}, which is not cut like it")
-    how = getattr(ask.module, "reduction", None) or ask.call.kwargs.get("reduction", "mean")
-    if how not in ("mean", "sum", "batchmean"):
-        raise NoCut(f"has reduction {how!r}; use 'mean' or 'sum'")
-    old = [ask.call.kwargs.get(k) for k in ("size_average", "reduce")]
-    if any(k is not None for k in old):
-        raise NoCut("uses size_average or reduce; use reduction")
+            raise NoCut(
+                f"compares {layout.shape} with {other.shape}, which is not cut like it; use "
+                "reduction='none', then take the mean"
+            )
     share = {"mean": prod(layout.shape), "sum": 1, "batchmean": layout.shape[0]}[how]
 
     def bind(site: Site) -> Run:
@@ -124,7 +140,7 @@ def elementwise(ask: Ask) -> Rule:
 
         def work(*args: Any, **kwargs: Any) -> Tensor:
             if ask.module is not None:
-                cells = _each(ask.module, args, box, layout.dims)
+                cells = _each(ask.module, args, kwargs, box, layout.dims)
             else:
                 assert ask.call.function is not None
                 cells = ask.call.function(*args, **{**kwargs, "reduction": "none"})
@@ -135,7 +151,14 @@ def elementwise(ask: Ask) -> Rule:
     return together(ask, bind)
 
 
-def _each(module: Any, args: Any, box: Box, dims: tuple[int, ...]) -> Tensor:
+def _each_cell(site: Site) -> Run:
+    module, box, dims = site.ask.module, site.out(), site.layouts[site.ask.out].dims
+    if module is None:
+        return site.original
+    return lambda *args, **kwargs: _each(module, args, kwargs, box, dims)
+
+
+def _each(module: Any, args: Any, kwargs: Any, box: Box, dims: tuple[int, ...]) -> Tensor:
     """The loss of every cell, by a loss module with settings of its own."""
     held = module.reduction
     weights = {n: b for n, b in module.named_buffers() if b is not None}
@@ -143,7 +166,7 @@ def _each(module: Any, args: Any, box: Box, dims: tuple[int, ...]) -> Tensor:
         module.reduction = "none"
         for name, b in weights.items():
             module._buffers[name] = part_of(tuple(b.shape), box, dims)(b)
-        return module(*args)
+        return module(*args, **kwargs)
     finally:
         module.reduction = held
         module._buffers.update(weights)

@@ -15,18 +15,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.errors import PlanError
+from gems.errors import PlanError, TraceError
 from gems.layout import Layout
 from gems.torch.batch import read_box, signature, stand_ins, tensors
 from gems.torch.calls import Attr, Record, Ref, is_place, leaves_of
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
-from gems.torch.record import record
+from gems.torch.record import REMEDY, record
 from gems.torch.spatial.stage import Bound, Laid, Uncuttable, bind, lay_out
 from gems.torch.spatial.team import Team
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Any]
+LAST = "Let the last stage be one that is not cut"
+PICKED = "If it picks cells by a mask, write x[mask].mean() as (x * mask).sum() / mask.sum()."
 
 
 class _Compared(nn.Module):
@@ -87,7 +89,11 @@ def prepare(
     key = signature(target)
     module = _Compared(loss)
     args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_place), stand_ins(target))
-    traced = record(module, args, device=model.device)
+    try:
+        traced = record(module, args, device=model.device)
+    except TraceError as error:
+        said = str(error).removeprefix(f"{_Compared.__name__}.forward ").removesuffix(REMEDY)
+        raise PlanError(f"the model's output is cut, but the loss {said}{PICKED} {LAST}") from error
     print = _print(traced)
     if key not in known or known[key].print != print:
         known[key] = _laid(module, traced, model, last, draws, print)
@@ -136,7 +142,7 @@ def _laid(
     except Uncuttable as error:
         raise PlanError(
             f"the model's output is cut, but in the loss {error}; an exact cut of it does not "
-            "exist or is not known. Let the last stage be one that is not cut"
+            f"exist or is not known. {PICKED + ' ' if traced.leaves else ''}{LAST}"
         ) from error
     if len(traced.outputs) != 1 or traced.outputs[0] in laid.layouts:
         shapes = [traced.values[name].shape for name in traced.outputs]

@@ -29,8 +29,11 @@ class Broadcast:
         return c
 
 
-def pointwise(ask: Ask) -> Rule:
-    """Operands are brought in line with the result; whole ones are cut to this rank's box."""
+def pointwise(ask: Ask, work: Callable[[Site], Run] | None = None) -> Rule:
+    """Operands are brought in line with the result; whole ones are cut to this rank's box.
+
+    `work` makes what to call on them, if it is not the recorded call itself.
+    """
     shape = ask.shape(ask.call.writes[0])
     leading = _leading(ask, shape)
     dims = tuple(d + len(shape) - len(leading.shape) for d in leading.dims)
@@ -59,13 +62,16 @@ def pointwise(ask: Ask) -> Rule:
                 return site.fetch(place, None)
             return part_of(ask.whole(place), box, dims)
 
-        return site.mapped(site.original, change)
+        return site.mapped(site.original if work is None else work(site), change)
 
     return Rule({name: _like(out, ask.shape(name)) for name in ask.call.writes}, windows, bind)
 
 
 def _leading(ask: Ask, shape: tuple[int, ...]) -> Layout:
-    """The operand whose cut the result follows: one that is changed in place, or the fullest."""
+    """Whose cut the result follows: what is changed in place, the fullest operand, or, if all of
+    them are whole, some image of the same size."""
+    if not ask.cut:
+        return ask.as_large(shape)
     changed = [ask.layouts[old] for old, _ in ask.call.mutates if old in ask.layouts]
     if ask.call.mutates:
         if not changed:
@@ -97,6 +103,9 @@ def part_of(whole: tuple[int, ...], box: Box, dims: tuple[int, ...]) -> Callable
     return lambda t: t[tuple(slices)]
 
 
+rule(("fill", "zero", "copy"))(pointwise)  # in place
+
+
 # Pointwise, but not to ATen, which sees a view, a copy or a composite.
 @rule(
     (
@@ -117,9 +126,12 @@ def as_it_is(ask: Ask) -> Rule:
 
 
 @rule(
-    ("softmax", "log_softmax", "softmin", "cumsum", "normalize", "glu", "argmax", "argmin", "norm"),
+    (
+        "softmax", "log_softmax", "softmin", "cumsum", "normalize", "glu", "argmax", "argmin",
+        "norm", "logsumexp", "prod", "any", "all",
+    ),
     (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.GLU),
-)
+)  # fmt: skip
 def along(ask: Ask) -> Rule:
     """Along one dim, which must not be cut."""
     if isinstance(ask.module, nn.Softmax2d):

@@ -61,7 +61,7 @@ class Ask:
     call: Call
     model: nn.Module
     values: Mapping[str, Value]
-    layouts: Mapping[str, Layout]
+    layouts: dict[str, Layout]  # so far
     weights: Mapping[str, Weight]
     makers: Mapping[str, Call]  # of every value
     draws: Draws
@@ -114,12 +114,22 @@ class Ask:
     def layout(self, x: Any) -> Layout | None:
         return self.layouts.get(x.name) if isinstance(x, Ref) else None
 
+    def as_large(self, shape: Sequence[int]) -> Layout:
+        """The cut of an image of this size: a whole tensor that is made so large may take it."""
+        for layout in reversed(self.layouts.values()):
+            if len(layout.shape) != len(shape):
+                continue
+            lengths = [layout.shape[d] for d in layout.dims]
+            if max(lengths) > 1 and lengths == [shape[d] for d in layout.dims]:
+                return Layout(tuple(shape), layout.dims, layout.own, layout.own)
+        raise NoCut(f"makes {tuple(shape)}, and no such image is cut")
+
     def named(self, stub: Run, attributes: Sequence[str] = ()) -> dict[str, Any]:
         """The recorded arguments by name: of a function, or of a module's input and settings."""
         return _named(stub, self.module, attributes, self.call.args, self.call.kwargs)
 
     def whole(self, place: Ref | Attr | Tensor) -> tuple[int, ...]:
-        """The shape of an operand that is not cut."""
+        """The shape of all of an operand."""
         if isinstance(place, Ref):
             return self.shape(place)
         return tuple(self.weights[place.name].shape if isinstance(place, Attr) else place.shape)
@@ -293,14 +303,20 @@ def refs(x: Any) -> list[Ref]:
 Make = Callable[[Ask], Rule]
 FUNCTIONS: dict[str, Make] = {}
 MODULES: dict[type[nn.Module], Make] = {}
+SPREADS: set[Make] = set()
 
 
 def rule(
-    functions: Iterable[str] = (), modules: Iterable[type[nn.Module]] = ()
+    functions: Iterable[str] = (), modules: Iterable[type[nn.Module]] = (), spreads: bool = False
 ) -> Callable[[Make], Make]:
-    """Enter a rule into the table, for calls of these functions and modules."""
+    """Enter a rule into the table, for calls of these functions and modules.
+
+    One that `spreads` is also asked about calls that read no cut tensor, but may make one.
+    """
 
     def enter(make: Make) -> Make:
+        if spreads:
+            SPREADS.add(make)
         FUNCTIONS.update(dict.fromkeys(functions, make))
         MODULES.update(dict.fromkeys(modules, make))
         return make
