@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from gems.layout import Layout
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, refs, rule, same
+from gems.torch.calls import Ref, is_place
+from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
 from gems.torch.spatial.shapes import fetched
+
+Tensor = torch.Tensor
 
 
 def _cat(tensors: Any, dim: int = 0, axis: Any = None) -> None: ...
@@ -24,26 +30,6 @@ def concatenate(ask: Ask) -> Rule:
     return _joined_along(ask, first, first.dims)
 
 
-def _alike(ask: Ask, tensors: Any) -> Layout:
-    """The first of some tensors, all of which must be cut along the same dims."""
-    first = ask.layouts[ask.cut[0]]
-    for ref in refs(tensors):
-        layout = ask.layout(ref)
-        if layout is None or layout.dims != first.dims:
-            raise NoCut("joins tensors of which some are cut and some are not")
-    return first
-
-
-def _joined_along(ask: Ask, first: Layout, dims: Sequence[int]) -> Rule:
-    windows = same(first)
-
-    def bind(site: Site) -> Run:
-        return site.mapped(site.original, lambda place: site.fetch(place, None))
-
-    outs = {ask.out: first.follow(ask.shape(ask.out), dims, windows)}
-    return Rule(outs, dict.fromkeys(ask.cut, windows), bind)
-
-
 @rule(("stack",))
 def stack(ask: Ask) -> Rule:
     a = ask.named(_cat)
@@ -51,6 +37,40 @@ def stack(ask: Ask) -> Rule:
     dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(shape)
     first = _alike(ask, a["tensors"])
     return _joined_along(ask, first, [d + (d >= dim) for d in first.dims])
+
+
+def _alike(ask: Ask, tensors: Any) -> Layout:
+    """The first cut one of some tensors; all that are cut must be so along the same dims."""
+    first = ask.layouts[ask.cut[0]]
+    for place in pytree.tree_leaves(tensors, is_leaf=is_place):
+        layout = ask.layout(place)
+        if layout is not None and layout.dims != first.dims:
+            raise NoCut(
+                f"joins tensors that are cut along different dims, {layout.shape} along "
+                f"{layout.dims} and {first.shape} along {first.dims}"
+            )
+        if layout is None and len(ask.whole(place)) != len(first.shape):
+            raise NoCut(f"joins {first.shape} with {ask.whole(place)}, which has other dims")
+    return first
+
+
+def _joined_along(ask: Ask, first: Layout, dims: Sequence[int]) -> Rule:
+    windows = same(first)
+
+    def bind(site: Site) -> Run:
+        out = site.out()
+        here = {d: slice(out.start[o], out.stop[o]) for d, o in zip(first.dims, dims, strict=True)}
+
+        def change(place: Any) -> Callable[[Tensor], Tensor]:
+            if isinstance(place, Ref) and place.name in ask.cut:
+                return site.fetch(place, None)
+            box = tuple(here.get(d, slice(None)) for d in range(len(first.shape)))
+            return lambda t: t[box]
+
+        return site.mapped(site.original, change)
+
+    outs = {ask.out: first.follow(ask.shape(ask.out), dims, windows)}
+    return Rule(outs, dict.fromkeys(ask.cut, windows), bind)
 
 
 def _pieces(input: Any, count: Any = None, dim: int = 0, **kwargs: Any) -> None: ...

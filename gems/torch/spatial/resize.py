@@ -57,21 +57,27 @@ def _interpolate(
 UPSAMPLE = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
 
 
-@rule(("interpolate", "upsample"), (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d))
+@rule(
+    ("interpolate", "upsample"),
+    (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
+    spreads=True,
+)
 def interpolate(ask: Ask) -> Rule:
     a: dict[str, Any] = {"antialias": False} | ask.named(_interpolate, UPSAMPLE)
-    x, layout = a["input"], ask.primary(a["input"])
-    shape = ask.shape(ask.out)
+    x, before, shape = a["input"], ask.whole(a["input"]), ask.shape(ask.out)
     mode, corners = a["mode"], bool(a["align_corners"])
     if a["antialias"] or mode not in (*LINEAR, *NEAREST, "bicubic"):
         raise NoCut(f"interpolates by mode {mode!r}{' with antialias' * bool(a['antialias'])}")
     scales = _scales(a, len(shape) - 2)
     # A dim that keeps its length is copied; ATen's bicubic does so only if all of them do.
-    copies = mode != "bicubic" or shape[2:] == layout.shape[2:]
+    copies = mode != "bicubic" or shape[2:] == before[2:]
     axes = {
-        d: _resample(mode, corners, layout.shape[d], shape[d], scales[d - 2], copies)
+        d: _resample(mode, corners, before[d], shape[d], scales[d - 2], copies)
         for d in range(2, len(shape))
     }
+    if not ask.cut:
+        return _from_whole(ask, axes)
+    layout = ask.primary(x)
     windows = tuple(axes[d].taps() if d > 1 else Taps(*_straight(layout, d)) for d in layout.dims)
     whole = [d for d in axes if d not in layout.dims]
 
@@ -94,6 +100,29 @@ def interpolate(ask: Ask) -> Rule:
         return site.named(_interpolate, work, *UPSAMPLE)
 
     return Rule({ask.out: layout.follow(shape, layout.dims, windows)}, {x.name: windows}, bind)
+
+
+def _from_whole(ask: Ask, axes: dict[int, Resample]) -> Rule:
+    """A small whole map, of which every rank makes its own part of a cut image."""
+    layout = ask.as_large(ask.shape(ask.out))
+
+    def bind(site: Site) -> Run:
+        out = site.out()
+
+        def work(a: dict[str, Any]) -> Tensor:
+            t = a["input"]
+            if out.empty:
+                return site.nothing(t)
+            for d in layout.dims:
+                if d < 2:
+                    t = t.narrow(d, out.start[d], out.shape[d])
+            for d, axis in axes.items():
+                t = axis.apply(t, d, 0, out.start[d], out.stop[d])
+            return t
+
+        return site.named(_interpolate, work, *UPSAMPLE)
+
+    return Rule({ask.out: layout}, {}, bind)
 
 
 def _straight(layout: Layout, dim: int) -> tuple[list[int], list[int], int]:

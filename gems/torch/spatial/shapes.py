@@ -90,6 +90,8 @@ def pad(ask: Ask) -> Rule:
 def getitem(ask: Ask) -> Rule:
     """Slices with positive steps; whole dims may also be picked or added where nothing is cut."""
     x, index = ask.call.args
+    if ask.layout(x) is None and ask.layout(index) is not None:
+        return fetched(ask, index, ask.primary(index).dims)  # a whole table, read by cut numbers
     layout = ask.primary(x)
     index = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(i, (slice, int, type(None), type(...))) for i in index):

@@ -10,6 +10,7 @@ run of layers fetches once, wide enough for the last of them, and computes the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from gems.torch.spatial import (  # noqa: F401
     adaptive,
     criteria,
     joins,
+    larger,
     norms,
     picks,
     pointwise,
@@ -36,6 +38,7 @@ from gems.torch.spatial import (  # noqa: F401
 from gems.torch.spatial.pointwise import Broadcast
 from gems.torch.spatial.rule import (
     OWN,
+    SPREADS,
     Ask,
     NoCut,
     Notes,
@@ -110,7 +113,10 @@ def lay_out(
     What enters is delivered with all that is read of it; what is `given` is as it is. `fused` is
     how many layers in a row fetch together: 1 is d1, more is d2.
     """
-    laid = _cut(record, model, calls, {**entering, **(given or {})}, draws)
+    cut, laid = {**entering, **(given or {})}, None
+    with suppress(Uncuttable):  # perhaps a call takes a tensor whole that need not have been cut
+        laid = _cut(record, model, calls, cut, draws, spread=True)
+    laid = laid or _cut(record, model, calls, cut, draws, spread=False)
     _widen(laid, set(entering), set(given or ()), fused)
     return laid
 
@@ -127,7 +133,10 @@ def _cut(
     calls: Sequence[Call],
     entering: Mapping[str, Layout],
     draws: Draws,
+    *,
+    spread: bool,
 ) -> Laid:
+    """With `spread`, a whole tensor that is made as large as a cut image is cut like it."""
     layouts = dict(entering)
     laid = Laid(list(calls), [], [], layouts)
     weights = {**record.parameters, **record.buffers}
@@ -135,14 +144,16 @@ def _cut(
     inplace: dict[str, str] = {}  # a value made by a change in place -> the value before
     for call in calls:
         ask = Ask(call, model, record.values, layouts, weights, makers, draws)
-        rule = None
-        if ask.cut:
-            try:
+        try:
+            if ask.cut:
                 _in_place(call, inplace)
                 rule = _rule(ask)
-            except NoCut as why:
-                raise Uncuttable(call, ask.name, str(why)) from why
-            layouts.update(rule.outs)
+            else:
+                _not_seen(call, layouts)
+                rule = _spread(ask) if spread else None
+        except NoCut as why:
+            raise Uncuttable(call, ask.name, str(why)) from why
+        layouts.update(rule.outs if rule else {})
         for old, new in call.mutates:
             for made in (new,) if new else call.writes:
                 inplace[made] = old
@@ -160,6 +171,22 @@ def _in_place(call: Call, chain: Mapping[str, str]) -> None:
             known.add(old)
         if set(call.overwrites) - known - set(call.writes):
             raise NoCut("changes in place what is also seen as another tensor")
+
+
+def _not_seen(call: Call, layouts: Mapping[str, Layout]) -> None:
+    """What is whole may be changed in place if nobody has a part of its memory."""
+    if any(name in layouts for name in call.overwrites):
+        raise NoCut("changes in place what is also seen as a cut tensor")
+
+
+def _spread(ask: Ask) -> Rule | None:
+    """How a call that reads nothing cut makes a tensor that is; most make none."""
+    if ask.make is None or ask.make not in SPREADS:
+        return None
+    try:
+        return ask.make(ask)
+    except NoCut:
+        return None
 
 
 def _rule(ask: Ask) -> Rule:
