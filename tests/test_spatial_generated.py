@@ -270,6 +270,64 @@ def excited(r: Random, shape: Shape) -> nn.Module:
     return Excited(shape, r.choice(("mean", "amax", "sum")))
 
 
+class Pooled(nn.Module):
+    """A pooling branch as in PSPNet: few cells, mixed, enlarged again, beside the image."""
+
+    def __init__(self, shape: Shape, size: Any, mode: str) -> None:
+        super().__init__()
+        self.pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+        self.size, self.mode, self.mix = size, mode, nn.Linear(shape[1], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool[x.dim() - 3](x, self.size)
+        y = self.mix(y.movedim(1, -1)).movedim(-1, 1)
+        if self.mode == "expand":
+            return torch.cat((x, y.expand(-1, -1, *x.shape[2:])), 1)
+        return torch.cat((F.interpolate(y, size=x.shape[2:], mode=self.mode), x), 1)
+
+
+@layer()
+def pooled(r: Random, shape: Shape) -> nn.Module:
+    smooth = r.choice(of(len(shape) - 2, ("linear",), ("bilinear", "bicubic"), ("trilinear",)))
+    mode = r.choice(("nearest", smooth, smooth, "expand"))
+    return Pooled(shape, 1 if mode == "expand" else each(shape, lambda: r.randint(1, 3)), mode)
+
+
+class Located(nn.Module):
+    """Coordinates of one dim beside the features, as in CoordConv."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        along = torch.linspace(-1, 1, x.shape[self.dim], dtype=x.dtype)
+        along = along.view(-1, *(1,) * (x.dim() - 1 - self.dim))
+        return torch.cat((x, along.expand(x[:, :1].shape)), 1)
+
+
+@layer()
+def located(r: Random, shape: Shape) -> nn.Module:
+    return Located(r.randrange(2, len(shape)))
+
+
+class Stripped(nn.Module):
+    """Some dims of the image seen from all along them."""
+
+    def __init__(self, how: str, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how, self.dims = how, dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.5 * getattr(x, self.how)(self.dims, keepdim=True)
+
+
+@layer()
+def stripped(r: Random, shape: Shape) -> nn.Module:
+    dims = r.sample(range(1, len(shape)), r.randint(1, len(shape) - 2))
+    return Stripped(r.choice(("mean", "amax", "var", "sum")), tuple(dims))
+
+
 @layer()
 def shuffled(r: Random, shape: Shape) -> nn.Module:
     if len(shape) != 4:
