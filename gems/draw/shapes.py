@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-INK, SOFT, GRID, FLOOR = "#1f2933", "#616e7c", "#e4e7eb", "#f5f7fa"
+INK, SOFT, GRID, FLOOR, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#f5f7fa", "#ffffff"
+BOLD = 'font-weight="600"'
 
 # Colours of a kind of action in the first and in the second replica on a rank. They
 # stay apart for colour-blind eyes; text is white on the first and ink on the second.
@@ -24,6 +25,9 @@ MEMORY = {
     "boundary": "#e0a526",
     "communication": "#d0587e",
 }
+# Colours of stages in turn; neighbours differ in lightness, too.
+STAGES = ("#2f6db5", "#e0a526", "#1c7f7a", "#d0587e", "#52606d", "#4f9bd9", "#7b3fa0", "#c2571a")
+DARK = {"#e0a526", "#4f9bd9"}  # of these, the ones that take ink rather than white
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
@@ -59,9 +63,27 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID) -> str:
     return f'<line {ends} stroke="{stroke}"/>'
 
 
+def steps(points: list[tuple[float, float]], stroke: str) -> str:
+    """A line through the points."""
+    path = "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points)
+    return f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="1.4"/>'
+
+
 def area(points: list[tuple[float, float]], fill: str, tip: str) -> str:
     path = "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points) + "Z"
     return f'<path d="{path}" fill="{fill}"><title>{escape(tip)}</title></path>'
+
+
+def arc(
+    x1: float, x2: float, y: float, high: float, stroke: str, width: float, tip: str, more: str = ""
+) -> str:
+    """A bow over (x1, y) to (x2, y), `high` at its top, with an arrow's head at its end."""
+    up = y - high * 4 / 3  # a cubic reaches three quarters of the way to its controls
+    bow = f"M{_n(x1)},{_n(y)}C{_n(x1)},{_n(up)} {_n(x2)},{_n(up)} {_n(x2)},{_n(y - 5)}"
+    head = f"M{_n(x2 - 4)},{_n(y - 7)}L{_n(x2 + 4)},{_n(y - 7)}L{_n(x2)},{_n(y)}Z"
+    drawn = f'<path d="{bow}" fill="none" stroke="{stroke}" stroke-width="{_n(width)}"'
+    drawn += f' class="arc"{" " + more if more else ""}><title>{escape(tip)}</title></path>'
+    return f'{drawn}<path d="{head}" fill="{stroke}"/>'
 
 
 def page(width: float, height: float, title: str, body: list[str]) -> str:
@@ -71,7 +93,7 @@ def page(width: float, height: float, title: str, body: list[str]) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
             f'width="{_n(width)}" height="{_n(height)}" role="img" aria-label="{escape(title)}" '
             'font-family="Inter, Segoe UI, Helvetica, Arial, sans-serif">',
-            rect(0, 0, width, height, "#ffffff"),
+            rect(0, 0, width, height, PAPER),
             *body,
             "</svg>\n",
         )

@@ -5,114 +5,141 @@ rank 0  [F0][F1]    [B0]...              compute: big boxes, pale in the second 
          -  - == -                       messages and sums of gradients: thin, underneath
         0     5     10                   time
 rank 0  ▁▂▃▃▂▁                           live bytes by kind, peak labelled
+
+With a second step to set it over, every lane has two rows, and a line says how far they differ.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import floor, log10
 
+from gems.draw.compare import aligned, difference, names
+from gems.draw.mark import Mark, entries, marks
 from gems.draw.memory import Across, charts
-from gems.draw.shapes import ACTIONS, FLOOR, INK, SOFT, box, legend, line, page, rect, words
-from gems.draw.units import counts_units, heading, scale, seconds
+from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, legend, line, page, rect, words
+from gems.draw.units import counts_units, described, heading, scale, stages_of
 from gems.plan import Plan
 from gems.schedule.core import Action
-from gems.timeline import Event, Timeline
+from gems.timeline import Timeline
 
-WIDTH, LEFT, RIGHT, TOP = 1200, 110, 24, 66
-LANE, BAR, THIN = 44, 27, 5  # a lane's pitch, its boxes, and the strip of messages under them
+WIDTH, LEFT, RIGHT = 1200, 110, 24
+THIN, GAP = 5, 12  # the strip of messages under the boxes, and the air between two lanes
 
 
-def svg(timeline: Timeline, title: str = "", plan: Plan | None = None) -> str:
-    """The picture as one self-contained document. With its plan, lanes also name their stages."""
-    length = timeline.seconds or 1.0
-    zero = min((e.start for e in timeline.events), default=0.0)
+@dataclass(frozen=True)
+class Lanes:
+    """Where rows lie: one per rank, or for two steps two of them close together."""
+
+    ranks: int
+    sides: int
+
+    @property
+    def top(self) -> float:
+        return 66 if self.sides == 1 else 88
+
+    @property
+    def bar(self) -> float:
+        return 27 if self.sides == 1 else 20
+
+    @property
+    def pitch(self) -> float:
+        return self.sides * (self.bar + THIN) + (GAP if self.sides == 1 else 2 * GAP)
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.pitch * self.ranks
+
+    def row(self, rank: int, side: int = 0) -> float:
+        return self.top + self.pitch * rank + side * (self.bar + THIN + 4)
+
+
+def svg(
+    timeline: Timeline, title: str = "", plan: Plan | None = None, below: Timeline | None = None
+) -> str:
+    """The picture as one self-contained document. With its plan, lanes also name their stages.
+
+    `below` is another timeline of the same plan, drawn under this one lane by lane.
+    """
+    sides = (timeline,) if below is None else aligned(timeline, below)
+    length = max(side.seconds for side in sides) or 1.0
+    zero = min((e.start for side in sides for e in side.events), default=0.0)
     per_second = (WIDTH - LEFT - RIGHT) / length
 
     def across(t: float) -> float:
         return LEFT + (t - zero) * per_second
 
-    bottom = TOP + LANE * timeline.ranks
-    whole = counts_units(timeline)
-    body = [*_header(timeline, title, plan), *_lanes(timeline, plan)]
-    body += _axis(length, whole, bottom)
-    body += _boxes(timeline, across, whole)
-    height = bottom + 34.0
-    if any(timeline.memory):
-        drawn, height = charts(timeline, across, LEFT, WIDTH - RIGHT, height + 22)
+    lanes = Lanes(timeline.ranks, len(sides))
+    whole = all(map(counts_units, sides))
+    found = [marks(side) for side in sides]
+    body = _header(timeline, title, plan, below)
+    body += legend(20, 50, entries([mark for side in found for mark in side]))
+    body += _floors(lanes)
+    body += _stages(lanes, plan) if below is None else _sides(lanes, names(timeline, below))
+    body += _axis(length, whole, lanes)
+    for side, drawn in enumerate(found):
+        body += _boxes(drawn, across, whole, lanes, side)
+    height = lanes.bottom + 34.0
+    counted = [side for side in sides if any(side.memory)]
+    if counted:
+        drawn, height = charts(counted, across, LEFT, WIDTH - RIGHT, height + 22)
         body += drawn
     return page(WIDTH, height, title or heading(timeline), body)
 
 
-def _header(timeline: Timeline, title: str, plan: Plan | None) -> list[str]:
-    bold = 'font-weight="600"'
-    said = title or (_described(plan) if plan else "One step")
-    drawn = [
-        words(20, 28, said, 17, INK, more=bold),
-        words(WIDTH - RIGHT, 28, heading(timeline), 13, SOFT, "end"),
-    ]
+def _header(timeline: Timeline, title: str, plan: Plan | None, below: Timeline | None) -> list[str]:
+    known = described(plan) if plan else ""
+    drawn = [words(20, 28, title or known or "One step", 17, INK, more=BOLD)]
+    if below is None:
+        drawn.append(words(WIDTH - RIGHT, 28, heading(timeline), 13, SOFT, "end"))
+    else:
+        drawn.append(words(20, 72, difference(timeline, below), 12, INK))
     if title and plan:
-        drawn.append(words(WIDTH - RIGHT, 48, _described(plan), 11, SOFT, "end"))
-    return [*drawn, *legend(20, 50, _entries(timeline))]
-
-
-def _described(plan: Plan) -> str:
-    parts = [plan.schedule, f"{plan.depth} stages", f"{plan.micro_batches} micro-batches"]
-    return " · ".join(parts + ([f"{plan.data} copies"] if plan.data > 1 else []))
-
-
-def _entries(timeline: Timeline) -> list[tuple[str, str]]:
-    """The legend of what is there to see, and no more."""
-    actions = [(e.rank, e.parsed()) for e in timeline.events]
-    seen = {_key(action) for _, action in actions}
-    entries = [(first, name) for key, (name, first, _) in ACTIONS.items() if key in seen]
-    return entries + ([(ACTIONS["F"][2], "paler: replica 1")] if _pale(actions) else [])
-
-
-def _key(action: Action) -> str:
-    return ">" if action.way else action.kind.value
-
-
-def _pale(actions: list[tuple[int, Action]]) -> set[tuple[int, int]]:
-    """The replicas that are not the first on their rank, as (rank, replica)."""
-    found = {(rank, a.replica) for rank, a in actions if a.computes}
-    first = {rank: min(p for r, p in found if r == rank) for rank, _ in found}
-    return {(rank, replica) for rank, replica in found if replica != first[rank]}
-
-
-def _lanes(timeline: Timeline, plan: Plan | None) -> list[str]:
-    drawn = []
-    for rank in range(timeline.ranks):
-        top = TOP + LANE * rank
-        drawn.append(rect(LEFT, top, WIDTH - LEFT - RIGHT, BAR, FLOOR))
-        drawn.append(words(LEFT - 12, top + (12 if plan else 18), f"rank {rank}", 12, INK, "end"))
-        if plan:
-            stages = ", ".join(map(str, plan.stages_on[rank]))
-            plural = "stages" if len(plan.stages_on[rank]) > 1 else "stage"
-            drawn.append(words(LEFT - 12, top + 26, f"{plural} {stages}", 10, SOFT, "end"))
+        drawn.append(words(WIDTH - RIGHT, 48, known, 11, SOFT, "end"))
     return drawn
 
 
-def _boxes(timeline: Timeline, across: Across, whole: bool) -> list[str]:
-    pairs: list[tuple[Event, Action]] = [(e, e.parsed()) for e in timeline.events]
-    pale = _pale([(e.rank, a) for e, a in pairs])
+def _floors(lanes: Lanes) -> list[str]:
+    rows = [lanes.row(rank, side) for rank in range(lanes.ranks) for side in range(lanes.sides)]
+    return [rect(LEFT, top, WIDTH - LEFT - RIGHT, lanes.bar, FLOOR) for top in rows]
+
+
+def _stages(lanes: Lanes, plan: Plan | None) -> list[str]:
+    """The names of the lanes, and of the stages that each has."""
     drawn = []
-    for event, action in sorted(pairs, key=lambda pair: pair[1].computes):
-        _, first, second = ACTIONS[_key(action)]
-        light = (event.rank, action.replica) in pale
-        top = TOP + LANE * event.rank
+    for rank in range(lanes.ranks):
+        top = lanes.row(rank)
+        drawn.append(words(LEFT - 12, top + (12 if plan else 18), f"rank {rank}", 12, INK, "end"))
+        if plan:
+            drawn.append(words(LEFT - 12, top + 26, stages_of(plan, rank), 10, SOFT, "end"))
+    return drawn
+
+
+def _sides(lanes: Lanes, called: tuple[str, str]) -> list[str]:
+    """The names of the lanes, and of the two steps in each."""
+    drawn = []
+    for rank in range(lanes.ranks):
+        drawn.append(words(20, lanes.row(rank) + 14, f"{rank}", 13, INK, more=BOLD))
+        for side, name in enumerate(called):
+            drawn.append(words(LEFT - 12, lanes.row(rank, side) + 14, name, 11, SOFT, "end"))
+    return drawn
+
+
+def _boxes(found: list[Mark], across: Across, whole: bool, lanes: Lanes, side: int) -> list[str]:
+    drawn = []
+    for mark in sorted(found, key=lambda mark: mark.action.computes):
+        event, top = mark.event, lanes.row(mark.event.rank, side)
         left, width = across(event.start), across(event.stop) - across(event.start)
-        tip = f"{action} on rank {event.rank}: {seconds(event.seconds, whole)}"
-        tip += f", from {seconds(event.start, whole)}" if event.start else ", from the start"
-        fill = second if light or action.way == "<" else first
-        if not action.computes:
-            drawn.append(box(left, top + BAR + 2, max(width, 1.5), THIN, fill, tip))
+        tip = mark.tip(whole)
+        if not mark.action.computes:
+            drawn.append(box(left, top + lanes.bar + 2, max(width, 1.5), THIN, mark.fill, tip))
             continue
         gap = min(0.8, width / 4)
-        drawn.append(box(left + gap / 2, top, width - gap, BAR, fill, tip))
-        if said := _fitting(action, width):
-            colour = INK if light else "#ffffff"
+        drawn.append(box(left + gap / 2, top, width - gap, lanes.bar, mark.fill, tip))
+        if said := _fitting(mark.action, width):
+            base = top + lanes.bar / 2 + 4.5
             more = 'pointer-events="none"'
-            drawn.append(words(left + width / 2, top + 18, said, 12, colour, "middle", more))
+            drawn.append(words(left + width / 2, base, said, 12, mark.ink, "middle", more))
     return drawn
 
 
@@ -125,15 +152,15 @@ def _fitting(action: Action, width: float) -> str:
     return ""
 
 
-def _axis(length: float, whole: bool, bottom: float) -> list[str]:
+def _axis(length: float, whole: bool, lanes: Lanes) -> list[str]:
     size, name = scale(length, whole)
     step = _tick(length / size, whole)
     drawn, ticks = [], floor(length / size / step + 1e-9)
     for n in range(ticks + 1):
         x = LEFT + n * step * size / length * (WIDTH - LEFT - RIGHT)
-        drawn.append(line(x, TOP - 4, x, bottom))
+        drawn.append(line(x, lanes.top - 4, x, lanes.bottom))
         label = f"{n * step:g}" + (f" {name}" if n == 0 else "")
-        drawn.append(words(x, bottom + 14, label, 11, SOFT, "middle"))
+        drawn.append(words(x, lanes.bottom + 14, label, 11, SOFT, "middle"))
     return drawn
 
 

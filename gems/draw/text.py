@@ -9,43 +9,90 @@ written small, `f1`. Messages and sums of gradients are left out: they are for t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
 
+from gems.draw.compare import aligned, difference, names
 from gems.draw.units import counts_units, heading
 from gems.schedule.core import Action
 from gems.timeline import Event, Timeline
 
+Boxes = list[tuple[Event, Action]]
 
-def text(timeline: Timeline, width: int = 120) -> str:
-    """The chart, at most `width` characters wide.
+
+@dataclass(frozen=True)
+class Columns:
+    """How time lies over the columns of a chart. If `exact`, a step of time is one cell."""
+
+    zero: float
+    per_second: float
+    count: int
+    cell: int
+    exact: bool
+
+    def at(self, t: float) -> int:
+        return round((t - self.zero) * self.per_second)
+
+
+def text(timeline: Timeline, width: int = 120, below: Timeline | None = None) -> str:
+    """The chart, at most `width` characters wide; `below` is another step of the same plan.
 
     If every time is a whole number and there is room, a column is a step of time and the chart is
     exact; otherwise time is scaled, and short actions show only their letter.
     """
-    boxes = [(event, event.parsed()) for event in timeline.events]
-    boxes = [(event, action) for event, action in boxes if action.computes]
+    sides = (timeline,) if below is None else aligned(timeline, below)
+    said = heading(timeline) if below is None else difference(timeline, below)
+    called = ("",) if below is None else tuple(f"{name}  " for name in names(timeline, below))
+    grid = columns(sides, width - max(map(len, called)))
+    if grid is None:
+        return said + "\n"
+    charts = [_rows(side, grid) for side in sides]
+    lines = []
+    for rank in range(timeline.ranks):
+        for side, name in enumerate(called):
+            title = margin(timeline, rank if side == 0 else None)
+            lines.append(f"{title}{name:>{max(map(len, called))}}{charts[side][rank]}".rstrip())
+    return "\n".join((said, *lines)) + "\n"
+
+
+def margin(timeline: Timeline, rank: int | None) -> str:
+    """What stands left of a rank's row: its name, or nothing for its second row."""
+    digits = len(str(timeline.ranks - 1))
+    return " " * (digits + 7) if rank is None else f"rank {rank:>{digits}}  "
+
+
+def columns(sides: tuple[Timeline, ...], width: int) -> Columns | None:
+    """The columns that these steps share; None if nothing was computed."""
+    boxes = [box for side in sides for box in _computed(side)]
     if not boxes:
-        return heading(timeline) + "\n"
-    labels = _labels(boxes)
-    cell = max(map(len, labels)) + 1
-    step = _step(timeline, boxes)
-    margin = len(str(timeline.ranks - 1))
-    room = width - len("rank   ") - margin
-    exact = step > 0 and timeline.seconds / step * cell <= room + 1
-    per_second = cell / step if exact else room / timeline.seconds
-    zero = min(event.start for event in timeline.events)
-    columns = round(timeline.seconds * per_second)
-    idle = ("." * (cell - 1) + " ") if exact else "."
-    rows = [(idle * columns)[:columns] for _ in range(timeline.ranks)]
-    for (event, _), label in zip(boxes, labels, strict=True):
-        start, stop = (round((t - zero) * per_second) for t in (event.start, event.stop))
-        box = _exact(label, stop - start, cell) if exact else _scaled(label, stop - start)
+        return None
+    cell = max(len(label) for side in sides for label in _labels(_computed(side))) + 1
+    step = _step(boxes) if all(map(counts_units, sides)) else 0
+    length = max(side.seconds for side in sides)
+    room = width - len(margin(sides[0], 0))
+    exact = step > 0 and length / step * cell <= room + 1
+    per_second = cell / step if exact else room / length
+    zero = min(event.start for side in sides for event in side.events)
+    return Columns(zero, per_second, round(length * per_second), cell, exact)
+
+
+def _computed(timeline: Timeline) -> Boxes:
+    pairs = ((event, event.parsed()) for event in timeline.events)
+    return [(event, action) for event, action in pairs if action.computes]
+
+
+def _rows(timeline: Timeline, grid: Columns) -> list[str]:
+    boxes = _computed(timeline)
+    idle = ("." * (grid.cell - 1) + " ") if grid.exact else "."
+    rows = [(idle * grid.count)[: grid.count] for _ in range(timeline.ranks)]
+    for (event, _), label in zip(boxes, _labels(boxes), strict=True):
+        start, stop = grid.at(event.start), grid.at(event.stop)
+        box = _exact(label, stop - start, grid.cell) if grid.exact else _scaled(label, stop - start)
         rows[event.rank] = rows[event.rank][:start] + box + rows[event.rank][stop:]
-    lines = [f"rank {rank:>{margin}}  {row}".rstrip() for rank, row in enumerate(rows)]
-    return "\n".join((heading(timeline), *lines)) + "\n"
+    return rows
 
 
-def _labels(boxes: list[tuple[Event, Action]]) -> list[str]:
+def _labels(boxes: Boxes) -> list[str]:
     """What each action is called on its rank, as short as can be without confusion."""
     stages: dict[tuple[int, int], set[int]] = {}
     for event, action in boxes:
@@ -71,8 +118,6 @@ def _scaled(label: str, columns: int) -> str:
     return label.ljust(columns, "-")[:columns]
 
 
-def _step(timeline: Timeline, boxes: list[tuple[Event, Action]]) -> int:
-    """The largest step of a grid that every action lies on; 0 if times are not whole numbers."""
-    if not counts_units(timeline):
-        return 0
+def _step(boxes: Boxes) -> int:
+    """The largest step of a grid that every action lies on, if all times are whole numbers."""
     return gcd(*(round(t) for event, _ in boxes for t in (event.start, event.stop)))

@@ -1,7 +1,10 @@
-"""Seconds, bytes and shares as people read them."""
+"""Seconds, bytes, plans and steps as people read them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from gems.plan import Plan
 from gems.timeline import Timeline
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -40,3 +43,20 @@ def heading(timeline: Timeline) -> str:
     """What one would say of a step first: its length, its bubble, and by which clock."""
     length = seconds(timeline.seconds, counts_units(timeline))
     return f"step {length} · bubble {timeline.bubble:.1%} · {timeline.clock} clock"
+
+
+def described(plan: Plan) -> str:
+    parts = [plan.schedule, f"{plan.depth} stages", f"{plan.micro_batches} micro-batches"]
+    return " · ".join(parts + ([f"{plan.data} copies"] if plan.data > 1 else []))
+
+
+def stages_of(plan: Plan, rank: int) -> str:
+    """`stage 1`, or `stages 0, 3`."""
+    return listed("stage", plan.stages_on[rank])
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 3`, or `ranks 0 to 7` if there are many in a row."""
+    if len(numbers) > 4 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return f"{noun}{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,64 @@
+"""Live bytes in characters: under the chart of a step, in its columns.
+
+    rank 0  ▄▄▅▇██▇▅▄▄  5.0 MiB in all         the most in each column of time
+            ▁▁▂▅██▅▂▁▁  1.0 MiB stash          and each kind that comes and goes
+
+Rows of one kind are drawn to one scale over all ranks, so that they can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gems.draw.memory import Row, peak_of
+from gems.draw.text import Columns, columns, margin
+from gems.draw.units import size
+from gems.timeline import KINDS, Memory, Timeline
+
+BARS = " ▁▂▃▄▅▆▇█"
+FEW = 8  # ranks, up to which each kind has its row
+
+Part = Callable[[Memory], int]
+
+
+def levels(timeline: Timeline, width: int = 120) -> str:
+    """The chart, as wide as that of `text` and a label; empty if no bytes were counted."""
+    grid = columns((timeline,), width)
+    if grid is None or not any(timeline.memory):
+        return ""
+    parts: list[tuple[str, Part]] = [("in all", lambda m: m.total)]
+    if timeline.ranks <= FEW:
+        parts += [(kind, _of(kind)) for kind in KINDS if _moves(timeline, kind)]
+    lines = []
+    for rank, row in enumerate(timeline.memory):
+        for name, part in parts:
+            most = max(part(m) for row in timeline.memory for _, m in row)
+            bars = "".join(_bar(value, most) for value in _highest(row, part, grid))
+            peak = max(part(m) for m in (peak_of(timeline, rank), *(m for _, m in row)))
+            title = margin(timeline, rank if name == "in all" else None)
+            lines.append(f"{title}{bars}  {size(peak)} {name}")
+    return "\n".join(lines) + "\n"
+
+
+def _of(kind: str) -> Part:
+    return lambda memory: getattr(memory, kind)
+
+
+def _moves(timeline: Timeline, kind: str) -> bool:
+    return any(len({getattr(m, kind) for _, m in row}) > 1 for row in timeline.memory)
+
+
+def _bar(value: int, most: int) -> str:
+    return BARS[-(-8 * value // most)] if most else " "
+
+
+def _highest(row: Row, part: Part, grid: Columns) -> list[int]:
+    """The most bytes in each column; a count holds until the next one."""
+    found = [0] * grid.count
+    stops = [t for t, _ in row[1:]]
+    for (t, memory), until in zip(row, [*stops, float("inf")], strict=True):
+        first = max(grid.at(t), 0)
+        last = grid.count if until == float("inf") else max(grid.at(until), first + 1)
+        for column in range(first, min(last, grid.count)):
+            found[column] = max(found[column], part(memory))
+    return found
