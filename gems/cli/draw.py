@@ -1,55 +1,188 @@
-"""`gems draw`: print a schedule or a measured step, and write it as an SVG."""
+"""`gems draw`: pictures of a step and of the cut of a model.
+
+A step is predicted from a plan, or read from a file that gems train or gems simulate wrote. It is
+printed as text, one row per rank: F forward, B backward (or I and W, its input and weight
+gradient), the number of the micro-batch, dots while idle, and small letters for the second replica
+of a bidirectional plan. Below come the live bytes, if they were counted.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gems.cli.options import add_plan, plan_from
+from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.cli.simulate import predicted
 from gems.costs import unit
+from gems.draw.chrome import chrome
+from gems.draw.cut.core import cut
+from gems.draw.cut.svg import svg as cut_svg
+from gems.draw.cut.text import text as cut_text
+from gems.draw.html import html
+from gems.draw.levels import levels
 from gems.draw.svg import svg
 from gems.draw.text import text
+from gems.errors import GemsError, faults
+from gems.estimate import estimate
 from gems.files import from_json, write
+from gems.machine import MACHINES, machine
+from gems.plan import Plan
+from gems.planner.assign import stages
 from gems.schedule.build import lowered
 from gems.schedule.check import require
-from gems.schedule.core import parse
+from gems.schedule.core import Schedule, parse
 from gems.simulate import simulate
 from gems.timeline import Timeline
 
+EXAMPLES = """examples:
+  gems draw --stages 4 --parts 8                      a schedule in unit costs: 1f1b
+  gems draw --stages 4 --times 2 --html step.html     GEMS, as a page to zoom and point at
+  gems draw --stages 4 --model unet --image-size 512 --machine v100 --svg step.svg
+                                                      the step predicted for a model on a machine
+  gems draw runs/train/timeline.json --svg step.svg   a step as it was measured
+  gems draw predicted.json --over runs/train/timeline.json --svg over.svg
+                                                      one over the other, and how far they differ
+  gems draw runs/train/timeline.json --trace step.trace.json
+                                                      for ui.perfetto.dev or chrome://tracing
+  gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
+                                                      which blocks each stage has, what crosses
+"""
+
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("draw", help="draw a schedule", description=__doc__)
-    add_plan(parser)
+    parser = commands.add_parser(
+        "draw",
+        help="draw a step, or the cut of a model",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     put = parser.add_argument
     put(
         "file",
         nargs="?",
         type=Path,
         help="a timeline (.json, from gems train or simulate) or a schedule as text; "
-        "default: the plan's own schedule in unit costs",
+        "default: the plan's own schedule",
     )
-    put("--svg", type=Path, metavar="FILE", help="write a picture")
+    group = parser.add_argument_group("the pictures")
+    put = group.add_argument
+    put(
+        "--over",
+        type=Path,
+        metavar="OTHER.json",
+        help="a second timeline of the same plan, drawn below the first lane by lane on one time "
+        "axis; if only one of them is in unit costs, its units are made as long as fits the other",
+    )
+    put(
+        "--cut",
+        action="store_true",
+        help="the cut of the model instead of the step: its blocks by stage, and the bytes that "
+        "cross; a page (--html) shows both",
+    )
+    put("--svg", type=Path, metavar="FILE", help="write a picture for a document")
+    put(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page, one file that needs no other: zoom, drag, point at anything",
+    )
+    put("--trace", type=Path, metavar="FILE", help="write the step for Perfetto or Chrome (JSON)")
+    put("--title", metavar="TEXT", help="over the pictures (default: model and schedule, or file)")
     put("--actions", action="store_true", help="print the schedule as text, which parses back")
-    put("--width", type=int, default=120, metavar="N", help="columns of the chart")
+    put("--width", type=int, default=120, metavar="N", help="columns of the text (default 120)")
+    put(
+        "--machine",
+        choices=sorted(MACHINES),
+        help="what the model is estimated on (default: unit costs; with --cut, cpu)",
+    )
+    add_plan(parser)
+    add_model(parser)
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    plan, title = None, ""
+    if found := list(_faults(given)):
+        raise GemsError(faults("these options do not go together:", found))
+    _show_cut(given) if given.cut else _show_step(given)
+    return 0
+
+
+def _faults(given: argparse.Namespace) -> Iterator[str]:
+    read = given.file is not None
+    measured = read and given.file.suffix == ".json"
+    if measured and given.actions:
+        yield f"{given.file} is a timeline, which has no schedule to print; leave out --actions"
+    if read and given.machine and not given.cut:
+        yield f"{given.file} has its times, or takes unit costs; leave out --machine"
+    if given.cut and given.actions:
+        yield "--actions prints the schedule of a step; leave out --cut"
+    if given.cut and not (given.html or given.trace) and (given.over or read):
+        yield "a cut has no step in it; leave out the timeline, or add --html to show both"
+
+
+class Step(NamedTuple):
+    """A step to draw, as every picture takes it."""
+
+    timeline: Timeline
+    title: str
+    plan: Plan | None
+    below: Timeline | None
+
+
+def _show_step(given: argparse.Namespace) -> None:
+    step = _step(given)
+    if given.actions:
+        print(_schedule(given, plan_from(given)), end="")
+    print(text(step.timeline, given.width, step.below))
+    if bytes_live := levels(step.below or step.timeline, given.width):
+        print(bytes_live)
+    _write(given.svg, lambda: svg(*step))
+    _write(given.html, lambda: html(*step))
+    _write(given.trace, lambda: chrome(*step))
+
+
+def _show_cut(given: argparse.Namespace) -> None:
+    given.machine = given.machine or "cpu"
+    plan = plan_from(given)
+    graph = traced(given).graph
+    costs = estimate(graph, machine(given.machine))
+    shown = cut(graph, stages(plan, graph, costs), costs, plan.sizes)
+    print(cut_text(shown, plan))
+    picture = cut_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)
+    _write(given.svg, lambda: picture)
+    if given.html or given.trace:
+        step = _step(given)
+        _write(given.html, lambda: html(*step, cut=picture))
+        _write(given.trace, lambda: chrome(*step))
+
+
+def _write(path: Path | None, picture: Callable[[], str]) -> None:
+    if path is not None:
+        print(f"wrote {write(path, picture())}")
+
+
+def _step(given: argparse.Namespace) -> Step:
+    below = from_json(Timeline, given.over.read_text()) if given.over else None
     if given.file is not None and given.file.suffix == ".json":
         timeline = from_json(Timeline, given.file.read_text())
-        title = given.file.stem
+        plan = plan_from(given) if given.plan or given.stages > 1 else None
+        if plan and plan.world != timeline.ranks:
+            raise GemsError(f"{given.file} is of {timeline.ranks} ranks, the plan of {plan.world}")
+        return Step(timeline, given.title or given.file.stem, plan, below)
+    plan = plan_from(given)
+    if given.file is not None:
+        timeline = simulate(_schedule(given, plan), plan, unit(plan.depth))
     else:
-        plan = plan_from(given)
-        schedule = lowered(plan)
-        if given.file is not None:
-            schedule = require(parse(given.file.read_text()), plan)
-        if given.actions:
-            print(schedule, end="")
-        timeline = simulate(schedule, plan, unit(plan.depth))
-        title = plan.schedule
-    print(text(timeline, given.width))
-    if given.svg:
-        print(f"wrote {write(given.svg, svg(timeline, title, plan))}")
-    return 0
+        timeline = predicted(given)
+    model = f"{given.model}, " if given.machine else ""
+    return Step(timeline, given.title or f"{model}{plan.schedule}", plan, below)
+
+
+def _schedule(given: argparse.Namespace, plan: Plan) -> Schedule:
+    """The order in the file, proven, or else the plan's own."""
+    if given.file is None:
+        return lowered(plan)
+    return require(parse(given.file.read_text()), plan)

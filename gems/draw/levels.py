@@ -29,11 +29,11 @@ def levels(timeline: Timeline, width: int = 120) -> str:
     parts: list[tuple[str, Part]] = [("in all", lambda m: m.total)]
     if timeline.ranks <= FEW:
         parts += [(kind, _of(kind)) for kind in KINDS if _moves(timeline, kind)]
+    most = {name: max(part(m) for row in timeline.memory for _, m in row) for name, part in parts}
     lines = []
     for rank, row in enumerate(timeline.memory):
         for name, part in parts:
-            most = max(part(m) for row in timeline.memory for _, m in row)
-            bars = "".join(_bar(value, most) for value in _highest(row, part, grid))
+            bars = "".join(_bar(value, most[name]) for value in _highest(row, part, grid))
             peak = max(part(m) for m in (peak_of(timeline, rank), *(m for _, m in row)))
             title = margin(timeline, rank if name == "in all" else None)
             lines.append(f"{title}{bars}  {size(peak)} {name}")

@@ -43,10 +43,13 @@ def report(timeline: Timeline) -> str:
     headers = ["rank", "busy"]
     headers += ["peak", *kinds] if timeline.peaks else []
     headers += ["stashes"] if timeline.stashes else []
+    length = timeline.seconds or 1.0
+    busy = [0.0] * timeline.ranks
+    for event in timeline.events:
+        busy[event.rank] += event.seconds
     rows = []
     for rank in range(timeline.ranks):
-        busy = timeline.busy(rank) / timeline.seconds if timeline.seconds else 0.0
-        row = [str(rank), f"{busy:.1%}"]
+        row = [str(rank), f"{busy[rank] / length:.1%}"]
         if timeline.peaks:
             peak = timeline.peaks[rank]
             row += [size(peak.total), *(size(getattr(peak, kind)) for kind in kinds)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gems.costs import Cost, Costs, of_stages
+from gems.draw.units import seconds, size
 from gems.graph import Graph, crossings
 from gems.plan import Plan
 
@@ -19,7 +20,7 @@ class Cell:
     name: str
     stage: int
     blocks: tuple[int, ...]
-    stash: int
+    stash: float
     seconds: float | None
 
 
@@ -35,12 +36,26 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cells stage by stage, what crosses, and what each stage costs per micro-batch."""
+    """The cells stage by stage, what crosses, and what each stage costs per micro-batch.
+
+    Of a stage that several ranks run together, seconds and bytes are those of each of them.
+    """
 
     cells: tuple[Cell, ...]
     crossings: tuple[Crossing, ...]
     stages: tuple[Cost, ...]
+    sizes: tuple[int, ...]
     timed: bool
+
+    def spent(self, stage: int) -> str:
+        """`1.2 ms`, or `1.2 ms each`."""
+        return f"{seconds(self.stages[stage].seconds)}{self._each(stage)}"
+
+    def kept(self, stage: int) -> str:
+        return f"keeps {size(self.stages[stage].stash)}{self._each(stage)}"
+
+    def _each(self, stage: int) -> str:
+        return " each" if self.sizes[stage] > 1 else ""
 
     def of(self, stage: int) -> list[int]:
         """The cells of a stage, by position."""
@@ -56,13 +71,18 @@ class Cut:
         return sorted(found.items())
 
 
-def cut(graph: Graph, stage_of: Sequence[int], costs: Costs | None = None) -> Cut:
-    """The picture's data. `costs`, per block, add seconds to what the graph knows of bytes."""
-    cells = _cells(graph, stage_of, costs)
-    timed = costs is not None
+def cut(
+    graph: Graph, stage_of: Sequence[int], costs: Costs | None = None, sizes: Sequence[int] = ()
+) -> Cut:
+    """The picture's data. `costs`, per block, add seconds to what the graph knows of bytes.
+
+    `sizes` says how many ranks share each stage; one, unless given.
+    """
+    sizes = tuple(sizes) or (1,) * (max(stage_of, default=0) + 1)
+    cells = _cells(graph, stage_of, costs, sizes)
     known = costs or Costs((Cost(0.0, 0.0, 0.0),) * len(graph.blocks))
-    stages = of_stages(known, graph, stage_of).items
-    return Cut(cells, _crossings(graph, stage_of, cells), stages, timed)
+    stages = of_stages(known, graph, stage_of).shared(sizes).items
+    return Cut(cells, _crossings(graph, stage_of, cells), stages, sizes, costs is not None)
 
 
 def stays_put(plan: Plan, source: int, target: int) -> bool:
@@ -70,7 +90,9 @@ def stays_put(plan: Plan, source: int, target: int) -> bool:
     return all(row[source] == row[target] for row in plan.teams)
 
 
-def _cells(graph: Graph, stage_of: Sequence[int], costs: Costs | None) -> tuple[Cell, ...]:
+def _cells(
+    graph: Graph, stage_of: Sequence[int], costs: Costs | None, sizes: Sequence[int]
+) -> tuple[Cell, ...]:
     order = sorted(range(len(graph.blocks)), key=lambda i: (stage_of[i], i))
     runs = _folded(graph, stage_of, order)
     return tuple(
@@ -78,8 +100,8 @@ def _cells(graph: Graph, stage_of: Sequence[int], costs: Costs | None) -> tuple[
             name,
             stage_of[run[0]],
             tuple(run),
-            graph.stash(run),
-            sum(costs[i].seconds for i in run) if costs else None,
+            graph.stash(run) / sizes[stage_of[run[0]]],
+            sum(costs[i].seconds for i in run) / sizes[stage_of[run[0]]] if costs else None,
         )
         for name, run in runs
     )

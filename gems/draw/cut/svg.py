@@ -64,7 +64,7 @@ def svg(cut: Cut, title: str = "", plan: Plan | None = None) -> str:
         spent = [cell.seconds or 0.0 for cell in cut.cells]
         body += _track("seconds", [seconds(s) for s in spent], spent, cut, bands, places, y)
         y += TRACK + 16
-    kept = [float(cell.stash) for cell in cut.cells]
+    kept = [cell.stash for cell in cut.cells]
     body += _track("kept bytes", [size(n) for n in kept], kept, cut, bands, places, y)
     return page(width, y + TRACK + 16, title or "The cut of a model", body)
 
@@ -182,7 +182,7 @@ def _cell(cell: Cell, left: float, right: float, top: float) -> list[str]:
     if right - left >= 12:
         ink = INK if fill in DARK else "#ffffff"
         x, y = _middle(left, right) + 4, top + TALL - 7
-        turned = f'transform="rotate(-90 {x:.1f} {y:.1f})" pointer-events="none"'
+        turned = f'transform="rotate(-90 {x:.1f} {y:.1f})" class="on" pointer-events="none"'
         drawn.append(words(x, y, _short(cell.name), 11, ink, more=turned))
     return drawn
 
@@ -209,10 +209,10 @@ def _lines(cut: Cut, plan: Plan | None) -> int:
 def _stages(cut: Cut, bands: list[tuple[float, float]], plan: Plan | None, top: float) -> list[str]:
     drawn = []
     for stage, (left, right) in enumerate(bands):
-        cost, x = cut.stages[stage], _middle(left, right)
+        x = _middle(left, right)
         said = [listed("rank", plan.holders[stage])] if plan else []
-        said += [seconds(cost.seconds)] if cut.timed else []
-        said += [f"keeps {size(cost.stash)}", f"weights {size(cost.weights)}"]
+        said += [cut.spent(stage)] if cut.timed else []
+        said += [cut.kept(stage), f"weights {size(cut.stages[stage].weights)}"]
         drawn.append(words(x, top, f"stage {stage}", 13, INK, "middle", BOLD))
         drawn += [
             words(x, top + 16 * n, line, 11, SOFT, "middle") for n, line in enumerate(said, 1)

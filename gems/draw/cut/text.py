@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from gems.draw.cut.core import Cut, stays_put
-from gems.draw.units import listed, seconds, size
+from gems.draw.units import listed, size
 from gems.plan import Plan
 
 
@@ -39,14 +39,13 @@ def _sent(source: int, target: int, count: int, plan: Plan | None) -> str:
 
 def _described(cut: Cut, stage: int, plan: Plan | None) -> list[str]:
     cells = [cut.cells[n] for n in cut.of(stage)]
-    cost = cut.stages[stage]
     names = dict.fromkeys((cells[0].name, cells[-1].name)) if cells else {}
     blocks = sum(len(cell.blocks) for cell in cells)
     parts = [f"stage {stage}"]
     parts += [listed("rank", plan.holders[stage])] if plan else []
     parts += [" .. ".join(names), f"{blocks} blocks" if blocks != 1 else "1 block"]
-    parts += [seconds(cost.seconds)] if cut.timed else []
-    return [*parts, f"keeps {size(cost.stash)}", f"weights {size(cost.weights)}"]
+    parts += [cut.spent(stage)] if cut.timed else []
+    return [*parts, cut.kept(stage), f"weights {size(cut.stages[stage].weights)}"]
 
 
 def _rails(skips: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
