@@ -1,17 +1,30 @@
-"""Pictures: charts in characters, SVG, and tables."""
+"""Pictures: charts in characters, SVG, traces, cuts of models, and tables."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from gems.costs import Cost, Costs, unit
+from gems.draw.arrows import arrows
+from gems.draw.chrome import chrome
+from gems.draw.compare import aligned, difference
+from gems.draw.cut.core import CELLS, Cut, cut
+from gems.draw.cut.svg import svg as cut_svg
+from gems.draw.cut.text import text as cut_text
+from gems.draw.levels import levels
+from gems.draw.mark import marks
 from gems.draw.svg import svg
 from gems.draw.table import report, table
 from gems.draw.text import text
 from gems.draw.units import seconds, size
+from gems.errors import GemsError
+from gems.graph import Block, Graph, Value, Weight
 from gems.plan import Plan
 from gems.schedule.build import lowered
 from gems.simulate import simulate
@@ -173,6 +186,248 @@ def test_the_time_axis_has_a_handful_of_round_ticks_at_any_scale(f: float) -> No
 
 def test_an_empty_step_is_still_a_picture() -> None:
     assert boxes(svg(Timeline(()))) == []
+
+
+# --- one step over another -----------------------------------------------------------------------
+
+PIPE = Plan(stages=2)  # what MEASURED ran
+
+
+def longer(timeline: Timeline, factor: float) -> Timeline:
+    """The same step, predicted to take so many times as long."""
+    events = (replace(e, start=e.start * factor, stop=e.stop * factor) for e in timeline.events)
+    return replace(timeline, events=tuple(events), clock="simulated")
+
+
+def test_how_far_two_steps_differ_is_one_line() -> None:
+    assert difference(longer(MEASURED, 0.5), MEASURED) == (
+        "predicted step 31.5 ms, measured 63 ms (+100%) · forward +100% · backward +100%"
+        " · furthest off: 1B0 on rank 1, 10 ms → 20 ms"
+    )
+    assert difference(MEASURED, MEASURED) == (
+        "first step 63 ms, second 63 ms (+0%) · forward +0% · backward +0%"
+    )
+
+
+def test_units_over_seconds_are_as_long_as_makes_both_equally_busy() -> None:
+    predicted = drawn(PIPE)
+    units, seconds_ = aligned(predicted, MEASURED)
+    busy = [sum(e.seconds for e in t.events if "R" not in e.action) for t in (units, seconds_)]
+    assert busy[0] == pytest.approx(busy[1] - 0.001)  # the send is not computing
+    assert difference(predicted, MEASURED).endswith("a unit is 10 ms")
+    assert aligned(MEASURED, predicted)[1].seconds == units.seconds
+
+
+def test_two_steps_of_different_plans_are_refused_with_what_differs() -> None:
+    with pytest.raises(GemsError) as error:
+        aligned(drawn(Plan(stages=2, micro_batches=4)), MEASURED)
+    assert str(error.value) == (
+        "these two steps are not of one plan:\n"
+        "  - only the first runs 0B1 on rank 0, 0B2 on rank 0, 0B3 on rank 0 and 9 more"
+    )
+
+
+def test_one_chart_over_the_other_shares_its_columns() -> None:
+    assert text(drawn(PIPE), 60, MEASURED) == (
+        "predicted step 60 ms, measured 63 ms (+5%) · forward +0% · backward +0%"
+        " · a unit is 10 ms\n"
+        "rank 0  predicted  F0-----...................B0-----------..\n"
+        "         measured  F0-----....................B0-----------.\n"
+        "rank 1  predicted  .......F0----B0-----------...............\n"
+        "         measured  .......F0-----B0-----------..............\n"
+    )
+
+
+def test_one_picture_over_the_other_has_two_rows_per_rank_and_says_how_far_they_differ() -> None:
+    predicted = longer(MEASURED, 0.5)
+    root = ElementTree.fromstring(svg(predicted, "two", PIPE, MEASURED))
+    said = [e.text for e in root.iter(f"{SVG}text")]
+    assert difference(predicted, MEASURED) in said
+    assert said.count("predicted") == said.count("measured") == 2
+    found: dict[str, list[ElementTree.Element]] = {}
+    for box in boxes(svg(predicted, "two", PIPE, MEASURED)):
+        found.setdefault((box.findtext(f"{SVG}title") or "").split()[0], []).append(box)
+    above, under = found["1B0"]
+    assert float(above.get("y") or 0) < float(under.get("y") or 0)
+    ratio = float(under.get("width") or 0) / float(above.get("width") or 0)
+    assert ratio == pytest.approx(2, rel=0.02), "one time axis"
+
+
+def test_over_a_step_with_bytes_the_total_of_the_first_is_a_line() -> None:
+    picture = svg(longer(MEASURED, 1), "", None, MEASURED)
+    paths = list(ElementTree.fromstring(picture).iter(f"{SVG}path"))
+    assert sum(path.get("fill") == "none" for path in paths) == 2  # one per rank
+    assert "line: predicted" in picture
+    assert "line: predicted" not in svg(drawn(PIPE), "", None, MEASURED)
+
+
+# --- live bytes in characters --------------------------------------------------------------------
+
+
+def test_bytes_stand_under_the_chart_in_its_columns() -> None:
+    assert levels(MEASURED, width=40) == (
+        "rank 0  ▇▇▇▇▇███████████████████████████  5.0 MiB in all\n"
+        "             ███████████████████████████  1.0 MiB stash\n"
+        "                                          0 B boundary\n"
+        "rank 1  ▄▄▄▄▄▄▄▄▄▄▄▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆  3.5 MiB in all\n"
+        "                                          0 B stash\n"
+        "                   █████████████████████  1.5 MiB boundary\n"
+    )
+    assert levels(drawn(PIPE)) == ""
+
+
+def test_a_peak_shorter_than_a_column_is_not_lost() -> None:
+    row = [(t / 1000, Memory(stash=8 if t == 31 else 1)) for t in range(63)]
+    chart = levels(replace(MEASURED, memory=(tuple(row), ()), peaks=()), width=28)
+    assert chart.splitlines()[0].count("█") == 1
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+def traced(*given: Any) -> dict[str, list[dict[str, Any]]]:
+    """The entries of a trace by their phase."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for entry in json.loads(chrome(*given))["traceEvents"]:
+        found.setdefault(entry["ph"], []).append(entry)
+    return found
+
+
+def test_a_trace_has_a_process_per_rank_with_compute_messages_and_bytes() -> None:
+    found = traced(MEASURED, "step", PIPE)
+    named = [e["args"]["name"] for e in found["M"] if e["name"] == "process_name"]
+    assert named == ["rank 0 · stage 0", "rank 1 · stage 1"]
+    sliced = [(e["name"], e["pid"], e["tid"], round(e["ts"]), round(e["dur"])) for e in found["X"]]
+    assert ("1B0", 1, 0, 21000, 20000) in sliced and ("0F0>1", 0, 1, 10000, 1000) in sliced
+    assert len(sliced) == len(MEASURED.events)
+    assert found["C"][1]["args"] == {"weights": 4 << 20, "stash": 1 << 20, "boundary": 0}
+
+
+@pytest.mark.parametrize("plan", [None, PIPE])
+def test_arrows_lead_from_a_send_to_the_work_it_feeds(plan: Plan | None) -> None:
+    found = marks(MEASURED)
+    named = [(found[a].event.action, found[b].event.action) for a, b in arrows(found, plan)]
+    back = [("1B0", "0B0")]  # that send was not seen: the work itself gives
+    assert named == [("0F0>1", "1F0"), *back]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gems", "zero-bubble", "interleaved"])
+def test_every_arrow_of_a_trace_has_two_ends_that_lie_on_slices(name: str) -> None:
+    plan = Plan(stages=4, ranks=2 if name == "interleaved" else 0, micro_batches=4, schedule=name)
+    found = traced(drawn(plan), "", plan)
+    assert len(found["s"]) == len(found["f"]) == 2 * 3 * 4
+    begins = {e["id"]: e for e in found["s"]}
+    slices = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in found["X"]]
+    for end in found["f"]:
+        start = begins.pop(end["id"])
+        assert start["ts"] <= end["ts"] and start["pid"] != end["pid"]
+        for tip in (start, end):
+            assert any(p == tip["pid"] and a <= tip["ts"] <= b for p, _, a, b in slices)
+
+
+def test_a_trace_of_two_steps_has_two_processes_per_rank() -> None:
+    found = traced(drawn(PIPE), "", None, MEASURED)
+    named = [(e["pid"], e["args"]["name"]) for e in found["M"] if e["name"] == "process_name"]
+    assert sorted(named) == [
+        *((0, "rank 0 predicted"), (1, "rank 0 measured")),
+        *((2, "rank 1 predicted"), (3, "rank 1 measured")),
+    ]
+
+
+# --- cuts ----------------------------------------------------------------------------------------
+
+
+def model(*blocks: tuple[str, str, str]) -> Graph:
+    """Blocks as (name, what it reads, what it writes); every value is a KiB, so is a weight."""
+    names = ["x", *(writes for _, _, writes in blocks)]
+    return Graph(
+        blocks=tuple(
+            Block(n, n, tuple(reads.split()), (writes,), (f"{n}.weight",), saves=((i, 2048),))
+            for i, (n, reads, writes) in enumerate(blocks)
+        ),
+        values=tuple(Value(name, (256,), (1,), "float32", True) for name in names),
+        inputs=("x",),
+        outputs=(names[-1],),
+        parameters=tuple(Weight(f"{n}.weight", (256,), "float32") for n, _, _ in blocks),
+        buffers=(),
+    )
+
+
+UNET = model(
+    ("enc.0", "x", "a"),
+    ("enc.1", "a", "b"),
+    ("mid", "b", "c"),
+    ("dec.1", "c b", "d"),
+    ("dec.0", "d a", "e"),
+)
+
+
+def unet_cut(costs: Costs | None = None) -> Cut:
+    return cut(UNET, [0, 0, 1, 2, 3], costs)
+
+
+def test_a_cut_in_characters_has_rails_for_what_skips_stages() -> None:
+    costs = Costs((Cost(f=1e-3, i=1e-3, w=1e-3),) * 5)
+    assert cut_text(unet_cut(costs), Plan(stages=4, placement="fold")) == (
+        "●─┬─╮  stage 0  rank 0  enc.0 .. enc.1  2 blocks  6 ms  keeps 4.0 KiB  weights 2.0 KiB\n"
+        "│ │ │           1.0 KiB to stage 1, 1.0 KiB to stage 2, 1.0 KiB to stage 3 (same rank)\n"
+        "● │ │  stage 1  rank 1  mid             1 block   3 ms  keeps 2.0 KiB  weights 1.0 KiB\n"
+        "│ │ │           1.0 KiB to stage 2 (same rank)\n"
+        "●─╯ │  stage 2  rank 1  dec.1           1 block   3 ms  keeps 2.0 KiB  weights 1.0 KiB\n"
+        "│   │           1.0 KiB to stage 3\n"
+        "●───╯  stage 3  rank 0  dec.0           1 block   3 ms  keeps 2.0 KiB  weights 1.0 KiB\n"
+    )
+    assert "ms" not in cut_text(unet_cut()), "no seconds without costs"
+
+
+def test_a_cut_as_a_picture_has_a_cell_per_block_and_an_arc_per_crossing() -> None:
+    root = ElementTree.fromstring(cut_svg(unet_cut(), "u < net", Plan(stages=4, placement="fold")))
+    said = [e.text for e in root.iter(f"{SVG}text")]
+    assert {"u < net", "stage 3", "rank 0", "keeps 4.0 KiB", "enc.0", "mid"} <= {*said}
+    arcs = [e for e in root.iter(f"{SVG}path") if e.get("class") == "arc"]
+    tips = sorted(e.findtext(f"{SVG}title") or "" for e in arcs)
+    assert tips == [
+        "a: 1.0 KiB from stage 0 to 3",
+        "b: 1.0 KiB from stage 0 to 1",
+        "b: 1.0 KiB from stage 0 to 2",
+        "c: 1.0 KiB from stage 1 to 2",
+        "d: 1.0 KiB from stage 2 to 3",
+    ]
+    dashed = {e.findtext(f"{SVG}title") for e in arcs if e.get("stroke-dasharray")}
+    assert dashed == {tips[0], tips[3]}, "what stays on its rank"
+    assert said.count("1.0 KiB") == 5
+    colours = {e.get("fill") for e in root.iter(f"{SVG}rect") if e.get("class")}
+    assert len(colours) == 4
+
+
+def test_words_of_arcs_do_not_lie_on_each_other() -> None:
+    root = ElementTree.fromstring(cut_svg(unet_cut()))
+    spots = [
+        (float(e.get("x") or 0), float(e.get("y") or 0))
+        for e in root.iter(f"{SVG}text")
+        if e.text == "1.0 KiB"
+    ]
+    for n, (x, y) in enumerate(spots):
+        assert all(abs(x - u) > 45 or abs(y - v) > 10 for u, v in spots[:n])
+
+
+def test_many_blocks_are_folded_into_the_modules_that_hold_them() -> None:
+    count = 4 * CELLS
+    names = [f"layer{n // 8}.{n % 8}" for n in range(count)]
+    graph = model(*((name, f"v{n - 1}" if n else "x", f"v{n}") for n, name in enumerate(names)))
+    stage_of = [n // (count // 2) for n in range(count)]
+    folded = cut(graph, stage_of)
+    assert [cell.name for cell in folded.cells] == [f"layer{n}" for n in range(count // 8)]
+    assert [i for cell in folded.cells for i in cell.blocks] == list(range(count))
+    assert len(folded.crossings) == 1
+    uneven = cut(graph, [0] * 4 + [1] * (count - 4))
+    assert [cell.name for cell in uneven.cells[:3]] == ["layer0", "layer0", "layer1"]
+
+
+def test_ranks_that_share_a_stage_each_pay_their_part() -> None:
+    shared = cut(UNET, [0, 0, 1, 1, 1], Costs((Cost(f=1e-3),) * 5), (4, 1))
+    assert shared.kept(0) == "keeps 1.0 KiB each" and shared.kept(1) == "keeps 6.0 KiB"
+    assert [cell.stash for cell in shared.cells] == [512, 512, 2048, 2048, 2048]
 
 
 # --- tables -------------------------------------------------------------------------------------

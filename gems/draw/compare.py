@@ -56,9 +56,9 @@ def difference(first: Timeline, second: Timeline) -> str:
             spent = [sum(side[k][0].seconds for k in of_kind) for side in (before, after)]
             said.append(f"{name} {_percent(*spent)}")
     apart = {k: abs(after[k][0].seconds - e.seconds) for k, (e, _) in before.items()}
-    if any(apart.values()):
-        worst = max(apart, key=lambda k: apart[k])
-        lasted = [seconds(side[worst][0].seconds, whole) for side in (before, after)]
+    worst = max(apart, key=lambda k: apart[k], default=None)
+    lasted = [seconds(side[worst][0].seconds, whole) for side in (before, after) if worst]
+    if worst and lasted[0] != lasted[1]:
         said.append(f"furthest off: {worst[1]} on rank {worst[0]}, {lasted[0]} → {lasted[1]}")
     if units[0] != units[1]:
         side = 0 if units[0] else 1

@@ -55,10 +55,9 @@ def _bar(value: int, most: int) -> str:
 def _highest(row: Row, part: Part, grid: Columns) -> list[int]:
     """The most bytes in each column; a count holds until the next one."""
     found = [0] * grid.count
-    stops = [t for t, _ in row[1:]]
-    for (t, memory), until in zip(row, [*stops, float("inf")], strict=True):
-        first = max(grid.at(t), 0)
-        last = grid.count if until == float("inf") else max(grid.at(until), first + 1)
-        for column in range(first, min(last, grid.count)):
+    starts = [max(grid.at(t), 0) for t, _ in row]
+    stops = [*starts[1:], grid.count]
+    for (_, memory), start, stop in zip(row, starts, stops, strict=False):
+        for column in range(start, min(max(stop, start + 1), grid.count)):
             found[column] = max(found[column], part(memory))
     return found

@@ -46,8 +46,14 @@ def heading(timeline: Timeline) -> str:
 
 
 def described(plan: Plan) -> str:
-    parts = [plan.schedule, f"{plan.depth} stages", f"{plan.micro_batches} micro-batches"]
+    """`gems · 4 stages · 8 micro-batches`."""
+    parts = [plan.schedule, _many(plan.depth, "stage"), _many(plan.micro_batches, "micro-batch")]
     return " · ".join(parts + ([f"{plan.data} copies"] if plan.data > 1 else []))
+
+
+def _many(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural if count != 1 else ''}"
 
 
 def stages_of(plan: Plan, rank: int) -> str:
