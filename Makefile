@@ -29,7 +29,7 @@ PIP_INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.tx
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint format types unit wheel clean
+.PHONY: help train test check lint format types unit browser pictures wheel clean
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
@@ -44,6 +44,7 @@ test: check wheel
 check: $(DEV)
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory browser
 	@$(MAKE) --no-print-directory unit
 
 lint: $(DEV)
@@ -60,6 +61,20 @@ types: $(DEV)
 unit: $(DEV)
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
+# Chromium, in which tests/test_page.py tries the page of gems draw. Where it is absent and cannot be
+# installed, those tests are skipped and say so.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium and chromium-driver"; apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			chromium chromium-driver >/dev/null; \
+	else echo "NO BROWSER: install chromium and chromedriver to test the page" >&2; fi
+
+# The pictures of the documents, by the commands that docs/pictures.md shows.
+pictures: $(DEV)
+	@grep -E '^gems draw .*--svg docs/' docs/pictures.md | PATH="$(abspath $(VENV))/bin:$$PATH" sh -ex >/dev/null
+
 # What a stranger gets: the wheel alone, imported from outside the repository.
 wheel: $(DEV)
 	@rm -rf $(WHEEL)
@@ -67,6 +82,7 @@ wheel: $(DEV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
 		--target $(WHEEL)/site $(WHEEL)/gems-*.whl
 	cd $(WHEEL)/site && test -f gems/py.typed && test -f gems/machines/v100.json && PYTHONPATH="$$PWD" bin/gems --version
+	cd $(WHEEL)/site && PYTHONPATH="$$PWD" bin/gems draw --stages 2 --html page.html >/dev/null
 	cd $(WHEEL)/site && $(abspath $(PY)) -c "import os, sys, gems; \
 		assert gems.__file__.startswith(os.getcwd()), gems.__file__; \
 		heavy = {'torch', 'tensorflow'} & set(sys.modules); \

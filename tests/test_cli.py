@@ -20,6 +20,7 @@ from gems.plan import Plan
 from gems.schedule.core import parse
 from gems.timeline import Timeline
 
+STEP = str(Path(__file__).parent.parent / "docs" / "step.json")  # four ranks, gems, measured
 SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--image-size", "16"]
 
 
@@ -46,6 +47,37 @@ def test_draw_prints_a_schedule_that_parses_back_and_writes_a_picture(
     assert ET.parse(picture).getroot().tag.endswith("svg")
     assert main(["check", "--stages", "2", "--times", "1", str(file)]) == 0
     assert main(["draw", "--stages", "2", "--times", "1", str(file)]) == 0
+
+
+def test_draw_writes_a_page_and_a_trace_of_one_step_over_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["draw", "--stages", "4", "--times", "2", "--over", STEP]
+    page, trace = tmp_path / "step.html", tmp_path / "step.trace.json"
+    assert main([*given, "--html", str(page), "--trace", str(trace), "--title", "two"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted step" in printed and "measured" in printed and "in all" in printed
+    assert "<title>two</title>" in page.read_text()
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 100
+
+
+def test_draw_cuts_a_model_and_shows_it_over_the_step_in_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, page = tmp_path / "cut.svg", tmp_path / "cut.html"
+    given = ["draw", "--cut", *SMALL, "--stages", "2", "--machine", "v100"]
+    assert main([*given, "--svg", str(picture), "--html", str(page)]) == 0
+    assert "to stage 1" in capsys.readouterr().out
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert 'class="arc"' in page.read_text() and "simulated clock" in page.read_text()
+
+
+def test_draw_writes_nothing_if_it_cannot_draw(tmp_path: Path) -> None:
+    file = tmp_path / "order.txt"
+    file.write_text("0: 0F0 0B0\n1: 1F0\n")
+    given = ["draw", "--stages", "2", str(file), "--html", str(tmp_path / "step.html")]
+    assert main(given) == 1
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_check_reports_every_fault_and_fails(
@@ -93,6 +125,15 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
         (["train", "--batch-size", "3", "--parts", "2"], "not a multiple of --parts 2"),
         (["draw", "--stages", "2", "--balance", "a"], "neither time, memory nor numbers"),
         (["draw", "missing.json"], "missing.json"),
+        (["draw", "t.json", "--actions"], "t.json is a timeline, which has no schedule to print"),
+        (["draw", "t.json", "--machine", "v100"], "t.json has its times, or takes unit costs"),
+        (["draw", "--cut", "--actions"], "prints the schedule of a step; leave out --cut"),
+        (["draw", "--cut", "--over", "t.json"], "a cut has no step in it"),
+        (
+            ["draw", "docs/step.json", "--stages", "3"],
+            "docs/step.json is of 4 ranks, the plan of 3",
+        ),
+        (["draw", "--stages", "4", "--over", STEP], "are not of one plan"),
         (["draw", "--stages", "2", "--spatial", "2by2"], "'2by2' is not a grid; write rows and"),
         (["draw", "--stages", "2", "--fused-layers", "2"], "fused_layers=2 is for halo='d2'"),
     ],
@@ -157,6 +198,7 @@ def test_train_starts_its_ranks_and_leaves_plan_timeline_and_picture(tmp_path: P
     assert all(peak.total > peak.stash > 0 for peak in timeline.peaks)
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "gems"
     assert ET.parse(tmp_path / "schedule.svg").getroot().tag.endswith("svg")
+    assert (tmp_path / "step.html").read_text().startswith("<!doctype html>")
 
 
 def test_train_fails_when_a_rank_fails(tmp_path: Path) -> None:

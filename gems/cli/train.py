@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gems.cli.options import add_model, add_plan, micro_batch, model_from, plan_from
 from gems.cli.ranks import start
+from gems.draw.html import html
 from gems.draw.svg import svg
 from gems.draw.table import report
 from gems.draw.units import heading
@@ -190,3 +191,4 @@ def _finish(given: argparse.Namespace, trainer: Trainer, data: Any) -> None:
     title = f"{given.model}, {trainer.plan.schedule}"
     for name, drawn in (("schedule", timeline), ("virtual", alone)):
         print(f"wrote {write(given.out / f'{name}.svg', svg(drawn, title, trainer.plan))}")
+    print(f"wrote {write(given.out / 'step.html', html(timeline, title, trainer.plan))}")

@@ -1,1 +1,1 @@
-"""Pictures of schedules and timelines: text, SVG and tables."""
+"""Pictures of steps and of models: text, SVG, a page, a trace, tables."""
