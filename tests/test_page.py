@@ -200,6 +200,9 @@ def test_pointing_at_a_box_tells_what_it_is_and_how_many_bytes_are_live(
         "from 21 ms, lasts 20 ms",
         *("weights\t2.0 MiB", "stash\t0 B", "boundary\t1.5 MiB", "in all\t3.5 MiB"),
     ]
+    assert page.run("return gems.joins") == [["1B0", "0B0"]]
+    page.point(*page.place(0, "0F0"))
+    assert page.run("return gems.joins") == [["0F0>1", "1F0"]], "by way of its message"
     assert page.point(*page.place(0, "0F0>1")).startswith("0F0>1 send to stage 1\nrank 0")
     x, _ = page.place(1, "1B0")
     _, y = page.place(0, "0F0")
@@ -278,6 +281,7 @@ def test_many_ranks_and_events_are_drawn_at_once(opened: Callable[..., Page]) ->
     )
     row = tuple((n + 1.0, Memory(weights=1 << 30, stash=n << 20)) for n in range(count))
     page = opened(Timeline(events, memory=(row,) * ranks), "many")
+    assert page.run("return chart.clientWidth <= frame.clientWidth"), "not under the scroll bar"
     drawn_at_first = page.run("return gems.drawn")
     assert 0 < drawn_at_first < ranks * count / 2, "only what is in view"
     script = "const t = performance.now(); for (let n = 0; n < 5; n++) gems.paint();"

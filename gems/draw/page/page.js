@@ -9,7 +9,7 @@
   const SHORTEST = data.length / 1e6;
   const view = { from: 0, to: data.length, memory: data.kinds.length > 0, compact: data.ranks.length > 12 };
   const pointer = { at: null, grip: null, part: null }; // where it is; what it drags; what it marks
-  let rows = [], size = { width: 0, height: 0 }, ink = {}, drawn = 0, asked = false;
+  let rows = [], joins = [], size = { width: 0, height: 0 }, ink = {}, drawn = 0, asked = false;
 
   // --- words ------------------------------------------------------------------------------------
 
@@ -53,9 +53,9 @@
     const style = getComputedStyle(document.documentElement);
     for (const name of ["paper", "ink", "soft", "grid", "floor", "edge", "glow"]) ink[name] = style.getPropertyValue(`--${name}`).trim();
     const most = Math.max(260, window.innerHeight - 190);
-    size = { width: frame.clientWidth, height: Math.min(y, most) };
-    frame.style.height = `${size.height + 2}px`;
+    frame.style.height = `${Math.min(y, most) + 2}px`;
     room.style.height = `${y}px`;
+    size = { width: frame.clientWidth, height: Math.min(y, most) }; // beside the scroll bar, if there is one
     const dots = window.devicePixelRatio || 1;
     chart.width = size.width * dots;
     chart.height = size.height * dots;
@@ -285,13 +285,18 @@
     return computes ? call(left, y, wide, row.bar) : call(left, y + row.bar + 2, wide, row.thin);
   }
   function joined(hit, under) {
-    const side = data.sides[hit.row.side], me = `${hit.row.rank}:${hit.index}`;
+    joins = [];
+    const { events, arrows } = data.sides[hit.row.side], { rank } = hit.row;
+    const work = (action) => action.replace(/[<>]\d+/, ""); // 2F0>3 sends what 2F0 made
+    const mine = work(events[rank][hit.index][3]);
     const place = (rank, index) => {
       const row = rows.find((r) => !r.memory && r.rank === rank && r.side === hit.row.side);
       return frameOf(row, index, under, (x, y, wide, high) => ({ x, y: y + high / 2, end: x + wide }));
     };
-    for (const [fromRank, from, toRank, to] of side.arrows) {
-      if (me !== `${fromRank}:${from}` && me !== `${toRank}:${to}`) continue;
+    for (const [fromRank, from, toRank, to] of arrows) {
+      const gives = fromRank === rank && work(events[rank][from][3]) === mine;
+      if (!gives && !(toRank === rank && to === hit.index)) continue;
+      joins.push([events[fromRank][from][3], events[toRank][to][3]]);
       const a = place(fromRank, from), b = place(toRank, to), bend = Math.max(18, Math.abs(b.x - a.end) / 2);
       pen.strokeStyle = ink.paper;
       for (const thick of [4, 1.8]) {
@@ -463,6 +468,7 @@
     view, data,
     get drawn() { return drawn; },
     get rows() { return rows; },
+    get joins() { return joins; },
     paint,
     place(rank, action, side = 0) {
       const row = rows.find((r) => !r.memory && r.rank === rank && r.side === side), at = chart.getBoundingClientRect();
