@@ -18,7 +18,7 @@ import pytest
 from gems.draw.cut.svg import svg as cut_svg
 from gems.draw.html import html
 from gems.timeline import Event, Memory, Timeline
-from tests.test_draw import MEASURED, PIPE, drawn, unet_cut
+from tests.test_draw import MEASURED, PIPE, bare, drawn, unet_cut
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -65,7 +65,7 @@ def test_the_page_has_every_event_and_every_count_of_bytes() -> None:
 
 
 def test_a_step_without_bytes_or_without_events_is_still_a_page() -> None:
-    assert data_of(html(drawn(PIPE)))["charted"] is None
+    assert data_of(html(bare(MEASURED)))["charted"] is None
     assert data_of(html(Timeline(())))["sides"][0]["events"] == []
 
 
