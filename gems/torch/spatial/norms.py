@@ -330,7 +330,8 @@ def normalised(
         return site.named(stub, run, *attributes)
 
     outs = {ask.out: layout.follow(layout.shape, layout.dims, windows)}
-    return Rule(outs, {x.name: windows}, bind)
+    samples, channels = layout.shape[:2]
+    return Rule(outs, {x.name: windows}, bind, sums=2 * (samples * groups or channels))
 
 
 def _place(site: Site, name: str, at: Box, groups: int) -> Place:
@@ -406,4 +407,4 @@ def layer_norm(ask: Ask) -> Rule:
         return site.named(_layer_norm, work, *LAYER_NORM)
 
     outs = {ask.out: layout.follow(layout.shape, layout.dims, windows)}
-    return Rule(outs, {x.name: windows}, bind)
+    return Rule(outs, {x.name: windows}, bind, sums=2 * prod(layout.shape[:first]))

@@ -45,13 +45,14 @@ class Rule:
     """How one call is cut. What is not in `outs` is whole: every rank computes all of it.
 
     `windows` has, for each cut input, one window per axis of the grid, or `OWN`. `bind` makes what
-    to call instead.
+    to call instead. `sums` numbers go from every rank to every other, forward and again backward.
     """
 
     outs: dict[str, Layout]
     windows: dict[str, tuple[Window, ...]]
     bind: Callable[[Site], Run]
     circular: bool = False  # what leaves the image at one end is read at the other
+    sums: int = 0
 
 
 @dataclass

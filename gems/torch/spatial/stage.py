@@ -81,15 +81,18 @@ class Laid:
 
     def fetches(self) -> list[Fetches]:
         """The exchanges of one forward: what every rank has, and what it wants, in pieces."""
-        found = []
-        for rule, wants in zip(self.rules, self.wants, strict=True):
-            for name, spans in wants.items() if rule else ():
-                layout = self.layouts[name]
-                have, want = layout.boxes(), layout.boxes(clipped(spans, layout))
-                if rule and rule.circular:
-                    found.append((have, [boxes for _, boxes in around(layout, spans)]))
-                elif any(w not in h for w, h in zip(want, have, strict=True)):
-                    found.append((have, [want]))
+        return [fetch for at in range(len(self.rules)) for fetch in self.fetches_of(at).values()]
+
+    def fetches_of(self, at: int) -> dict[str, Fetches]:
+        """The exchanges of one call, by the value that is fetched."""
+        rule, found = self.rules[at], {}
+        for name, spans in self.wants[at].items() if rule else ():
+            layout = self.layouts[name]
+            have, want = layout.boxes(), layout.boxes(clipped(spans, layout))
+            if rule and rule.circular:
+                found[name] = (have, [boxes for _, boxes in around(layout, spans)])
+            elif any(w not in h for w, h in zip(want, have, strict=True)):
+                found[name] = (have, [want])
         return found
 
 

@@ -28,7 +28,8 @@ Tensor = torch.Tensor
 
 def together(ask: Ask, bind: Callable[[Site], Run]) -> Rule:
     """Every rank brings its own cells of each cut input; the results are whole."""
-    return Rule({}, dict.fromkeys(ask.cut, OWN), bind)
+    whole = sum(prod(ask.shape(name)) for name in ask.call.writes)
+    return Rule({}, dict.fromkeys(ask.cut, OWN), bind, sums=whole)
 
 
 @dataclass(frozen=True)
