@@ -56,12 +56,12 @@ class Cost:
 
 def together(costs: Iterable[Cost]) -> Cost:
     """The cost of several things one after the other; the largest of them needs the workspace."""
-    costs = list(costs)
-    sums = {
-        name: sum(getattr(c, name) for c in costs)
-        for name in ("f", "i", "w", "stash", "weights", "gradients", "launch", "exchange")
-    }
-    return Cost(**sums, workspace=max((c.workspace for c in costs), default=0.0))
+    f = i = w = stash = weights = gradients = workspace = launch = exchange = 0.0
+    for c in costs:
+        f, i, w, stash, weights = f + c.f, i + c.i, w + c.w, stash + c.stash, weights + c.weights
+        gradients, launch = gradients + c.gradients, launch + c.launch
+        workspace, exchange = max(workspace, c.workspace), exchange + c.exchange
+    return Cost(f, i, w, stash, weights, gradients, workspace, launch, exchange)
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,11 @@ def unit(stages: int) -> Costs:
 
 def of_stages(blocks: Costs, graph: Graph, stage_of: Sequence[int]) -> Costs:
     """Costs per stage out of costs per block: seconds add up, shared storages count once."""
+    members: list[list[int]] = [[] for _ in range(max(stage_of, default=0) + 1)]
+    for i, stage in enumerate(stage_of):
+        members[stage].append(i)
     stages = []
-    for s in range(max(stage_of, default=0) + 1):
-        mine = [i for i, stage in enumerate(stage_of) if stage == s]
+    for mine in members:
         whole = together(blocks[i] for i in mine)
         stages.append(
             replace(

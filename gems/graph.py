@@ -23,7 +23,7 @@ class Value:
     dtype: str
     grad: bool
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
@@ -36,7 +36,7 @@ class Weight:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
@@ -51,8 +51,8 @@ class Block:
     read and written.
 
     If the image is cut, `strips` are the bytes that go over a cut across each spatial dim, both
-    ways together, and `sums` those that every rank adds up with every other; `whole` says that the
-    block cannot be cut at all. Empty and 0 where nobody has looked.
+    ways together, in `exchanges`, and `sums` those that every rank adds up with every other, in
+    `totals`; `whole` says that the block cannot be cut. Empty and 0 where nobody has looked.
     """
 
     name: str
@@ -66,7 +66,9 @@ class Block:
     flops: int = 0
     moved: int = 0
     strips: tuple[int, ...] = ()
+    exchanges: int = 0
     sums: int = 0
+    totals: int = 0
     whole: bool = False
 
 

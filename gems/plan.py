@@ -16,7 +16,7 @@ A stage may be cut over a team of ranks, which run all its actions together:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -50,6 +50,7 @@ class Plan:
     local_dp       slices of the micro-batch, one rank each, on the stages that are not spatial
     halo           `d1`: edges of tiles are exchanged before each layer; `d2`: before several
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
+    why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
     stages: int | tuple[tuple[str, ...], ...] = 1
@@ -67,6 +68,7 @@ class Plan:
     local_dp: int = 1
     halo: str = "d1"
     fused_layers: int = 0
+    why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
@@ -317,6 +319,10 @@ class Plan:
     def sinks(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the stages that read its outputs."""
         return tuple(tuple(b for a, b in self.chain if a == s) for s in range(self.depth))
+
+    def explain(self) -> str:
+        """Why it was chosen."""
+        return self.why or "this plan was written by hand; gems.plan(...) says why it chooses one\n"
 
     def one_copy(self) -> Plan:
         """This plan without its data-parallel copies."""

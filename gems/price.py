@@ -37,7 +37,7 @@ def _cut(
         share = _share(block, graph, grid)
         messages, strips = _strips(block, grid)
         sent = strips + block.sums * (grid.size - 1)
-        messages += (grid.size - 1) * bool(block.sums)
+        messages += (grid.size - 1) * block.totals
         seconds = messages * link.latency + sent / link.bandwidth
         part = cost.part(share)
         part = replace(part, f=part.f + seconds, i=part.i + seconds * bool(part.i), exchange=sent)
@@ -69,6 +69,6 @@ def _strips(block: Block, grid: Grid) -> tuple[int, float]:
     for strip, tiles in zip(reversed(block.strips), reversed(grid.tiles), strict=False):
         if strip and tiles > 1:
             sides = min(2, tiles - 1)
-            messages += sides
+            messages += sides * block.exchanges
             size += strip / 2 * sides / (grid.size / tiles)
     return messages, size

@@ -30,11 +30,14 @@ def simulate(
     costs: Costs,
     over: Link | Machine | None = None,
     state: float = 2.0,
+    copies: int = 1,
 ) -> Timeline:
     """The timeline of a step if stages cost what `costs` says, with live bytes over time.
 
     Messages and sums go over one link, or over those of a machine; without either, messages take
-    what `costs` says and sums nothing. `state` is the optimizer's, in units of the gradients.
+    what `costs` says and sums nothing. `state` is the optimizer's, in units of the gradients. The
+    plan may stand for so many `copies` of it on further ranks: their steps are the same, but sums
+    go over all of them.
     """
 
     def seconds(rank: int, action: Action) -> float:
@@ -49,13 +52,17 @@ def simulate(
         return link.seconds(costs.part(*message[:3]))
 
     laid = _Laid(schedule, plan, seconds, travel)
-    sums = laid.summed(lambda stage: _sum_seconds(stage, plan, costs, over))
+    sums = laid.summed(lambda stage: _sum_seconds(stage, plan, costs, over, copies))
     return replace(laid.timeline("simulated", sums), **laid.bytes(costs, state))
 
 
-def _sum_seconds(stage: int, plan: Plan, costs: Costs, over: Link | Machine | None) -> float:
+def _sum_seconds(
+    stage: int, plan: Plan, costs: Costs, over: Link | Machine | None, copies: int
+) -> float:
     """Of a stage's gradients, over all ranks that hold it."""
-    ranks, size = plan.holders[stage], costs[stage].gradients
+    firsts = range(0, copies * plan.world, plan.world)
+    ranks = [first + rank for first in firsts for rank in plan.holders[stage]]
+    size = costs[stage].gradients
     if over is None or len(ranks) == 1:
         return 0.0
     if isinstance(over, Machine):

@@ -213,14 +213,24 @@ def micro_batch(given: argparse.Namespace) -> int:
     return given.batch_size // given.parts
 
 
-def traced(given: argparse.Namespace) -> Trace:
-    """The model's graph, without its weights: nothing is allocated."""
+def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
+    """The model without its weights, in training, and inputs of the size that was asked for."""
     import torch
-
-    from gems.torch.trace import trace
 
     with torch.device("meta"):
         model = model_from(given)
     samples = getattr(given, "batch_size", 1)
     sample = torch.empty(samples, 3, given.image_size, given.image_size, device="meta")
-    return trace(model.train(), sample)
+    return model.train(), sample
+
+
+def traced(given: argparse.Namespace) -> Trace:
+    """The model's graph with what cuts would send; nothing is allocated."""
+    from dataclasses import replace
+
+    from gems.torch.halos import with_halos
+    from gems.torch.trace import trace
+
+    model, sample = sampled(given)
+    found = trace(model, sample)
+    return replace(found, graph=with_halos(found, model))

@@ -6,41 +6,89 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, traced
+from gems.cli.options import add_machine, add_model, add_plan, plan_from, sampled, traced
 from gems.draw.table import table
 from gems.draw.units import seconds, size
+from gems.errors import PlanError
 from gems.estimate import estimate
 from gems.files import to_json, write
-from gems.machine import bytes_of, machine
+from gems.graph import Graph
+from gems.machine import Machine, machine
+from gems.plan import Plan
 from gems.planner.assign import assign, stages
-from gems.planner.search import explain, search
 from gems.price import price
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="choose or write out a plan", description=__doc__)
+    parser = commands.add_parser(
+        "plan",
+        help="choose or write out a plan",
+        description=f"{__doc__} With --auto RANKS the planner searches and says why; without it, "
+        "the plan options are taken as they are and its stages are written out.",
+    )
     add_model(parser)
     add_plan(parser)
     add_machine(parser, "what it will run on (default: cpu)", "cpu")
     put = parser.add_argument
-    put("--auto", type=int, metavar="RANKS", help="choose the fastest plan for so many ranks")
+    put("--auto", type=int, metavar="RANKS", help="choose the best plan for so many ranks")
     put("--memory", metavar="SIZE", help="bytes per rank, e.g. 16GiB (default: the machine's)")
+    put(
+        "--objective",
+        choices=("time", "memory", "image"),
+        default="time",
+        help="with --auto: the fastest plan that fits (default), the one that needs least memory, "
+        "or the one for the largest image that fits at all",
+    )
+    put(
+        "--micro-batches",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --auto: micro-batches of one step over all ranks (default: two per rank)",
+    )
     put("--out", type=Path, metavar="FILE", help="write the plan as JSON")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    graph = traced(given).graph
     on = machine(given.machine)
-    costs = estimate(graph, on)
     if given.auto:
-        limit = bytes_of(given.memory) if given.memory else None
-        found = search(graph, costs, on, given.auto, limit)
-        print(explain(found))
-        plan = found[0].plan
+        plan = _chosen(given, on)
+        print(plan.explain())
+        if given.objective == "image":
+            given.image_size = int(plan.why.partition(" x ")[0].rpartition(" ")[2])
     else:
-        plan = assign(plan_from(given), graph, costs)
-    staged = price(costs, graph, stages(plan, graph, costs), plan, on)
+        if given.objective != "time" or given.micro_batches:
+            raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
+        plan = plan_from(given)
+    graph = traced(given).graph
+    costs = estimate(graph, on)
+    plan = assign(plan, graph, costs)
+    print(_stages(plan, graph, on))
+    if given.out:
+        print(f"wrote {write(given.out, to_json(plan))}")
+    return 0
+
+
+def _chosen(given: argparse.Namespace, on: Machine) -> Plan:
+    from gems.torch import planning
+
+    model, sample = sampled(given)
+    return planning.plan(
+        model,
+        sample,
+        ranks=given.auto,
+        machine=on,
+        memory=given.memory,
+        micro_batches=given.micro_batches,
+        objective=given.objective,
+    )
+
+
+def _stages(plan: Plan, graph: Graph, on: Machine) -> str:
+    """What each stage is, and what each of its ranks pays for it."""
+    blocks = estimate(graph, on)
+    staged = price(blocks, graph, stages(plan, graph, blocks), plan, on)
     rows = []
     for stage, cost in enumerate(staged.items):
         assert not isinstance(plan.stages, int)
@@ -50,7 +98,4 @@ def run(given: argparse.Namespace) -> int:
         rows.append(
             (stage, ranks, run_of, seconds(cost.seconds), size(cost.stash), size(cost.weights))
         )
-    print(table(rows, ("stage", "ranks", "blocks", "estimated", "keeps", "weights")))
-    if given.out:
-        print(f"wrote {write(given.out, to_json(plan))}")
-    return 0
+    return table(rows, ("stage", "ranks", "blocks", "estimated", "keeps", "weights"))

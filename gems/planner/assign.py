@@ -5,33 +5,81 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 
 from gems.costs import Costs
 from gems.errors import PlanError, faults
 from gems.graph import Graph, crossings
-from gems.plan import Plan
+from gems.plan import BIDIRECTIONAL, Plan
 from gems.planner.cut import by_weight
+from gems.schedule.build import build
+from gems.schedule.core import Kind
 
 
-def assign(plan: Plan, graph: Graph, costs: Costs) -> Plan:
+def assign(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) -> Plan:
     """The plan with its blocks written out by name, and with the model's edges between stages."""
-    stage_of = stages(plan, graph, costs)
-    names = tuple(
-        tuple(b.name for b, s in zip(graph.blocks, stage_of, strict=True) if s == stage)
-        for stage in range(plan.depth)
-    )
+    return written(plan, graph, stages(plan, graph, costs, memory))
+
+
+def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
+    """The same, if every block has its stage."""
+    groups: list[list[str]] = [[] for _ in range(plan.depth)]
+    for block, stage in zip(graph.blocks, stage_of, strict=True):
+        groups[stage].append(block.name)
+    names = tuple(map(tuple, groups))
     balance = plan.balance if isinstance(plan.balance, str) else "time"
     edges = tuple(crossings(graph, stage_of))
     return replace(plan, stages=names, balance=balance, edges=edges)
 
 
-def stages(plan: Plan, graph: Graph, costs: Costs) -> list[int]:
-    """The stage of every block: by the names given, by counts of layers, or evened out."""
+def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) -> list[int]:
+    """The stage of every block: by the names given, by counts of layers, or evened out.
+
+    With `memory`, time is evened out among the cuts that leave every rank so many bytes.
+    """
     if not isinstance(plan.stages, int):
         return stages_by_name(graph, plan.stages)
     if not isinstance(plan.balance, str):
         return _by_count(graph, plan.balance)
-    return by_weight(graph, costs, plan.depth, plan.balance, plan.sizes)
+    keeps = None if memory is None else kept(plan)
+    spatial = sum(bool(grid.tiles and grid.size > 1) for grid in plan.grids)
+    return by_weight(
+        graph, costs, plan.depth, plan.balance, plan.sizes,
+        spatial=spatial, keeps=keeps, cap=memory,
+    )  # fmt: skip
+
+
+def kept(plan: Plan) -> list[float]:
+    """How many micro-batches each stage keeps for backward at most, in the plan's own order.
+
+    The stages of one rank share its memory, so each counts as often as there are; but not those of
+    two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one.
+    """
+    if plan.schedule in BIDIRECTIONAL:
+        return [1.0] * plan.depth
+    if plan.schedule == "auto":
+        counts = (1,) * plan.depth
+    else:
+        lanes = plan.lanes() if plan.cut else plan.one_copy()
+        counts = _counts(replace(lanes, stages=plan.depth, edges=None, why=""))
+    return [
+        float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
+        for stage, count in enumerate(counts)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _counts(plan: Plan) -> tuple[int, ...]:
+    order = build(plan)
+    found = []
+    for stage in range(plan.depth):
+        row = order.ranks[plan.rank_of(stage, 0)]
+        found.append(max(accumulate(LIVE[a.kind] for a in row if a.stage == stage)))
+    return tuple(found)
+
+
+LIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1, Kind.INPUT: 0}
 
 
 def stages_by_name(

@@ -1,106 +1,237 @@
-"""Choose a plan: try candidates, simulate each, keep the fastest that fits the memory."""
+"""Choose a plan: try candidates, simulate each, keep the best that fits the memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
 
-from gems.costs import Costs
-from gems.errors import PlanError, faults
+from gems.costs import Cost, Costs
+from gems.errors import PlanError
 from gems.graph import Graph
 from gems.machine import Machine
 from gems.plan import Plan
-from gems.planner.assign import assign, stages
+from gems.planner.assign import kept, stages, written
+from gems.planner.candidates import Choice, choices
+from gems.planner.coarse import coarse
 from gems.price import price
 from gems.schedule.build import build
+from gems.schedule.greedy import least
 from gems.schedule.passes import lower
 from gems.simulate import simulate
-from gems.timeline import counted
+from gems.timeline import KINDS, Memory
 
-STATE = 4  # weights, gradients and two moments of an optimizer, in units of the weights
+FEW = 256  # blocks that are cut in any way a search may want
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for: so many ranks, bytes on each of them, micro-batches per step.
+
+    `state` is what the optimizer keeps, in units of the gradients.
+    """
+
+    ranks: int
+    memory: float
+    micro_batches: int
+    objective: str = "time"
+    state: float = 2.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what it should take: seconds per micro-batch, bytes on the fullest rank."""
+    """A plan, and what a step of it should take: seconds, bytes on its fullest rank, and why.
 
+    `fullest` says what that rank's bytes are; `workspace` comes on top of them. `idle` is the share
+    of time that ranks wait, `sums` the seconds that sums of gradients add at the end.
+    """
+
+    family: str
+    plan: Plan
+    seconds: float
+    fullest: Memory
+    workspace: int
+    idle: float
+    sums: float
+
+    @property
+    def bytes(self) -> int:
+        return self.fullest.total + self.workspace
+
+    @property
+    def rate(self) -> float:
+        """Micro-batches per second."""
+        return self.plan.total / self.seconds
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A plan that was not simulated, because the least it could take is already too much."""
+
+    family: str
     plan: Plan
     seconds: float
     bytes: float
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a search came to: candidates in order of the objective, those that fit first."""
+
+    wish: Wish
+    fitting: tuple[Candidate, ...]
+    rest: tuple[Candidate, ...]  # which would need more memory, leanest first
+    pruned: tuple[Pruned, ...]
+    refused: tuple[tuple[str, str], ...]  # families that cannot be, and why
+
+    @property
+    def best(self) -> Candidate:
+        return self.fitting[0]
+
+
 def search(
-    graph: Graph, costs: Costs, machine: Machine, ranks: int, memory: float | None = None
-) -> list[Candidate]:
-    """Every candidate for so many ranks that fits, fastest first. Raises if none does."""
-    limit = machine.device.memory if memory is None else memory
-    tried = [
-        c
-        for plan in _plans(ranks, len(graph.blocks))
-        if (c := _predict(plan, graph, costs, machine))
-    ]
-    fitting = [c for c in tried if c.bytes <= limit]
-    if not fitting:
-        best = sorted(tried, key=lambda c: c.bytes)[:3]
-        raise PlanError(
-            faults(
-                f"no plan for {ranks} ranks fits {limit:,.0f} bytes per rank; use more ranks, a "
-                "smaller micro-batch or more memory. The leanest are:",
-                (f"{describe(c.plan)}: {c.bytes:,.0f} bytes" for c in best),
-            )
-        )
-    return sorted(fitting, key=lambda c: (c.seconds, c.bytes))
+    graph: Graph, costs: Costs, machine: Machine, wish: Wish, *, enough: bool = False
+) -> Found:
+    """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
-
-def describe(plan: Plan) -> str:
-    """A plan in a few words."""
-    ways = "both directions" if plan.bidirectional else "one direction"
-    return (
-        f"{plan.data} x {plan.depth} stages on {plan.ranks} ranks, {plan.schedule}, {ways}, "
-        f"{plan.micro_batches} micro-batches"
+    If any plan that fits is `enough`, stop at the first.
+    """
+    graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks))
+    fitting: list[Candidate] = []
+    rest: list[Candidate] = []
+    refused: dict[str, str] = {}
+    pruned: list[Pruned] = []
+    by_time = wish.objective == "time"
+    best = inf
+    for least_of, predict in _bounded(graph, costs, machine, wish, refused):
+        reached = least_of.seconds if by_time else least_of.bytes
+        if reached >= best or least_of.bytes > wish.memory or (enough and fitting):
+            pruned.append(least_of)
+            continue
+        try:
+            candidate = predict()
+        except PlanError as error:
+            refused.setdefault(least_of.family, str(error))
+            continue
+        if candidate.bytes <= wish.memory:
+            fitting.append(candidate)
+            best = min(best, candidate.seconds if by_time else candidate.bytes)
+        else:
+            rest.append(candidate)
+    return Found(
+        wish,
+        tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
+        tuple(sorted(rest, key=lambda c: c.bytes)),
+        tuple(sorted(pruned, key=lambda p: (p.seconds, p.bytes)[:: 1 if by_time else -1])),
+        tuple(refused.items()),
     )
 
 
-def explain(found: list[Candidate], most: int = 5) -> str:
-    """Why the first was chosen: the next best beside it."""
-    rows = [
-        f"{c.seconds * 1e3:9.2f} ms per micro-batch {c.bytes / 2**20:10.1f} MiB  {describe(c.plan)}"
-        for c in found[:most]
-    ]
-    return "\n".join(("fastest that fits, and the next:", *rows))
-
-
-def _plans(ranks: int, blocks: int) -> Iterator[Plan]:
-    for depth in range(1, min(ranks, blocks) + 1):
-        if ranks % depth:
+def _bounded(
+    graph: Graph, costs: Costs, machine: Machine, wish: Wish, refused: dict[str, str]
+) -> Iterator[tuple[Pruned, Callable[[], Candidate]]]:
+    """All candidates with the least that each could take, the most promising first."""
+    found: list[tuple[Pruned, Callable[[], Candidate]]] = []
+    cuts: dict[object, tuple[Plan, Costs]] = {}
+    for choice in choices(graph, wish.ranks, wish.micro_batches):
+        try:
+            plan, staged = _cut(choice, graph, costs, machine, wish, cuts)
+        except PlanError as error:
+            refused.setdefault(choice.family, str(error))
             continue
-        copies = ranks // depth
-        if depth == 1:
-            yield Plan(stages=1, schedule="sequential", data=copies, micro_batches=1)
-            continue
-        for schedule, both in (("1f1b", False), ("auto", False), ("auto", True), ("gems-zb", True)):
-            yield Plan(
-                stages=depth,
-                schedule=schedule,
-                bidirectional=both,
-                data=copies,
-                micro_batches=2 * depth,
-            )
+        seconds, size = least(plan.one_copy(), staged), _least_bytes(plan, staged, wish)
+        predict = _Predict(choice.family, plan, staged, machine, wish)
+        found.append((Pruned(choice.family, plan, seconds, size), predict))
+    by_time = wish.objective == "time"
+    # Greedy orders take long to find, so they come last among those that promise the same.
+    yield from sorted(
+        found,
+        key=lambda pair: (
+            pair[0].seconds if by_time else pair[0].bytes,
+            pair[0].plan.schedule == "auto",
+        ),
+    )
 
 
-def _predict(plan: Plan, graph: Graph, costs: Costs, machine: Machine) -> Candidate:
-    stage_of = stages(plan, graph, costs)
-    plan = assign(plan, graph, costs)
-    staged = price(costs, graph, stage_of, plan, machine)
-    order = build(plan, staged)
-    seconds = simulate(lower(order, plan.one_copy()), plan.one_copy(), staged, machine).seconds
-    held = counted(order)
+def _cut(
+    choice: Choice,
+    graph: Graph,
+    costs: Costs,
+    machine: Machine,
+    wish: Wish,
+    known: dict[object, tuple[Plan, Costs]],
+) -> tuple[Plan, Costs]:
+    """The plan with its blocks given out: evened out in time if that fits, under the cap if not."""
+    plan = choice.plan
+    for cap in (None, wish.memory):
+        order = None if cap is None else (plan.schedule, plan.micro_batches, plan.placement)
+        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, cap, order)
+        if shape not in known:
+            stage_of = stages(plan, graph, costs, cap)
+            given = written(plan, graph, stage_of)
+            known[shape] = (given, price(costs, graph, stage_of, given, machine))
+        given, staged = known[shape]
+        cut = replace(plan, stages=given.stages, edges=given.edges)
+        if cap is not None or _least_bytes(cut, staged, wish) <= wish.memory:
+            return cut, staged
+    raise AssertionError("the second cut is returned whatever it takes")
+
+
+def _state(cost: Cost, wish: Wish) -> float:
+    """Weights, gradients and what the optimizer keeps."""
+    return cost.weights + (1 + wish.state) * cost.gradients
+
+
+def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> float:
+    """What the fullest rank needs for what its order keeps: of one stage, where it has several."""
+    keeps = kept(plan)
     most = 0.0
-    for rank in range(plan.ranks):
-        mine = [staged[s] for s in plan.stages_on[rank]]
-        most = max(
-            most, STATE * sum(c.weights for c in mine) + held[rank] * max(c.stash for c in mine)
+    for on in plan.stages_on[: plan.ranks]:
+        stash = max(keeps[s] / len(on) * staged[s].stash for s in on)
+        most = max(most, sum(_state(staged[s], wish) for s in on) + stash)
+    return most
+
+
+@dataclass(frozen=True)
+class _Predict:
+    """The simulation of a candidate, when it is called for."""
+
+    family: str
+    plan: Plan
+    staged: Costs
+    machine: Machine
+    wish: Wish
+
+    def __call__(self) -> Candidate:
+        one, copies = self.plan.one_copy(), self.plan.data
+        room = self.wish.memory - _standing(self.plan, self.staged, self.wish)
+        order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
+        timeline = simulate(
+            lower(order, one), one, self.staged, self.machine, self.wish.state, copies
         )
-    pairs = zip(staged.items, plan.holders, strict=True)
-    summed = max(machine.allreduce_seconds(2 * c.weights, ranks) for c, ranks in pairs)
-    return Candidate(plan, (seconds + summed) / plan.total, most)
+        workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
+        pairs = zip(timeline.peaks, workspace, strict=True)
+        fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
+        work = max(e.stop for e in timeline.events if not e.action.endswith("R"))
+        return Candidate(
+            self.family,
+            self.plan,
+            timeline.seconds,
+            fullest,
+            round(extra),
+            timeline.bubble,
+            max(timeline.seconds - work, 0.0),
+        )
+
+
+def _standing(plan: Plan, staged: Costs, wish: Wish) -> float:
+    """Bytes of weights, gradients and optimizer on the rank that has most, and its workspace."""
+    return max(
+        sum(_state(staged[s], wish) for s in on) + max(staged[s].workspace for s in on)
+        for on in plan.stages_on[: plan.ranks]
+    )
+
+
+def largest_kind(memory: Memory) -> str:
+    """What most of the bytes are."""
+    return max(KINDS, key=lambda kind: getattr(memory, kind))

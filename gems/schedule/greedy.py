@@ -19,10 +19,11 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 
 from gems.costs import Costs
 from gems.errors import PlanError
-from gems.plan import Plan
+from gems.plan import BIDIRECTIONAL, Plan
 from gems.schedule.core import Action, Fact, Kind, Run, Schedule, gives, needs
 
 Priority = Callable[[Action], tuple[int, ...]]
@@ -96,17 +97,54 @@ def best(plan: Plan, costs: Costs, memory: float | None = None) -> Schedule:
     smallest cap within two per cent of the fastest is taken.
     """
     caps = [plan.stashes] if plan.stashes else _caps(plan.micro_batches)
-    fastest = _fastest(plan, costs, caps[-1], memory)
-    for cap in caps[:-1]:
-        found = _fastest(plan, costs, cap, memory)
-        if found[0] <= 1.02 * fastest[0]:
-            return found[1]
+    fastest = _fastest(plan, costs, caps.pop(), memory)
+    good = 1.02 * fastest[0]
+    while caps:  # more room is hardly ever slower, so halving finds the smallest that is enough
+        middle = len(caps) // 2
+        found = _fastest(plan, costs, caps[middle], memory, good)
+        if found[0] <= good:
+            fastest, caps = found, caps[:middle]
+        else:
+            caps = caps[middle + 1 :]
     return fastest[1]
 
 
-def _fastest(plan: Plan, costs: Costs, cap: int, memory: float | None) -> tuple[float, Schedule]:
-    """The shortest order under one cap, with its length; a whole backward wins a tie."""
+def least(plan: Plan, costs: Costs) -> float:
+    """No order is shorter: the busiest rank works off all its micro-batches, after the first has
+    come to it, and before the gradient of the last has gone all the way back.
+
+    Under a cap of one sample, as in GEMS, a rank is taken while the sample is further on as well.
+    """
+    fill, drain = [0.0] * plan.depth, [0.0] * plan.depth
+    for s in range(plan.depth):
+        fill[s] = max((fill[q] + costs[q].f for q in plan.sources[s]), default=0.0)
+        drain[s] = max((drain[q] + costs[q].i for q in plan.sources[s]), default=0.0)
+    beyond = [0.0] * plan.depth
+    if plan.schedule in BIDIRECTIONAL:
+        for s in reversed(range(plan.depth)):
+            later = (beyond[q] + costs[q].f + costs[q].i for q in plan.sinks[s])
+            beyond[s] = max(later, default=0.0)
+    loads, begins, ends = ([value] * plan.ranks for value in (0.0, inf, inf))
+    share, more = divmod(plan.micro_batches, plan.directions)
+    for direction, row in enumerate(plan.teams[: plan.directions]):
+        for s, team in enumerate(row):
+            for rank in team:
+                loads[rank] += (share + (direction < more)) * (costs[s].seconds + beyond[s])
+                begins[rank] = min(begins[rank], fill[s])
+                # A weight gradient that was put off may well be the last that a rank does.
+                ends[rank] = min(ends[rank], 0.0 if plan.split else drain[s])
+    return max(map(sum, zip(loads, begins, ends, strict=True)))
+
+
+def _fastest(
+    plan: Plan, costs: Costs, cap: int, memory: float | None, good: float = 0.0
+) -> tuple[float, Schedule]:
+    """The shortest order under one cap, with its length; a whole backward wins a tie.
+
+    The first that is at most `good`, or that no other could beat, is taken at once.
+    """
     tried = []
+    good = max(good, least(plan, costs) * (1 + 1e-9))
     shortest = min(cost.f for cost in costs.items)
     choices = product((False, True), PRIORITIES.values(), (0.0, PATIENCE * shortest))
     for split, priority, patience in choices:
@@ -114,6 +152,8 @@ def _fastest(plan: Plan, costs: Costs, cap: int, memory: float | None) -> tuple[
         schedule = joined(schedule, plan, costs) if split else schedule
         _, stops = times(schedule, plan, costs)
         tried.append((max(stops.values()), split, schedule))
+        if tried[-1][0] <= good:
+            break
     seconds, _, schedule = min(tried, key=lambda t: t[:2])
     return seconds, schedule
 

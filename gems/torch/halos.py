@@ -29,16 +29,25 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     dims = max((len(shape) - 2 for shape in shapes), default=0)
     strips: dict[int, list[int]] = defaultdict(lambda: [0] * dims)
     sums: dict[int, int] = {}
+    exchanges: dict[int, int] = {}
     reach = len(graph.blocks) if dims > 0 else 0
     for dim in range(dims):
         laid, stop = _cut(traced, model, dim - dims)
         reach = min(reach, reach if stop is None else block_of[stop])
         for at, (call, rule) in enumerate(zip(laid.calls, laid.rules, strict=True)):
             block = block_of[call.name]
-            strips[block][dim] += _sent(laid, at)
-            sums[block] = NUMBER * rule.sums if rule else sums.get(block, 0)
+            strips[block][dim] += (sent := _sent(laid, at))
+            exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
+            sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
     blocks = tuple(
-        replace(b, strips=tuple(strips[i]), sums=sums.get(i, 0), whole=i >= reach)
+        replace(
+            b,
+            strips=tuple(strips[i]),
+            exchanges=exchanges.get(i, 0),
+            sums=sums.get(i, 0),
+            totals=int(sums.get(i, 0) > 0),
+            whole=i >= reach,
+        )
         for i, b in enumerate(graph.blocks)
     )
     return replace(graph, blocks=blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,7 +21,8 @@ from gems.estimate import estimate
 from gems.files import from_json
 from gems.plan import Plan
 from gems.planner.assign import assign, stages
-from gems.planner.search import explain, search
+from gems.planner.explain import chosen, explain
+from gems.planner.search import Wish, search
 from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
@@ -30,6 +31,7 @@ from gems.schedule.passes import forward_only, lower
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.batch import Batch, describe, split, tensors
+from gems.torch.halos import with_halos
 from gems.torch.launch import connect, device_for
 from gems.torch.outputs import collect
 from gems.torch.profile import measure
@@ -154,6 +156,8 @@ class Trainer:
         self.model, self.leaves = as_module(model)
         traced = self._trace(sample)
         self.leaves = traced.record.leaves
+        if plan == "auto" or (isinstance(plan, Plan) and plan.cut):
+            traced = replace(traced, graph=with_halos(traced, self.model))
         blocks = self._block_costs(costs, traced)
         plan = self._chosen(plan, traced, blocks)
         if plan.world != self.transport.world:
@@ -161,8 +165,8 @@ class Trainer:
                 f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
                 f", but {self.transport.world} were started; start {plan.world}, or change the plan"
             )
-        stage_of = stages(plan, traced.graph, blocks)
-        self.plan = plan = assign(plan, traced.graph, blocks)
+        stage_of = stages(plan, traced.graph, blocks, self.memory)
+        self.plan = plan = assign(plan, traced.graph, blocks, self.memory)
         self.costs = price(blocks, traced.graph, stage_of, plan, self.machine)
         if schedule is None:
             self.schedule = lowered(plan, self.costs, self._stash_limit())
@@ -224,9 +228,12 @@ class Trainer:
         if isinstance(plan, Plan):
             return plan
         if plan == "auto":
-            found = search(traced.graph, blocks, self.machine, self.transport.world, self.memory)
+            world = self.transport.world
+            limit = self.machine.device.memory if self.memory is None else self.memory
+            found = search(traced.graph, blocks, self.machine, Wish(world, limit, 2 * world))
+            best = chosen(found)
             log.info("%s", explain(found))
-            return found[0].plan
+            return best.plan
         return from_json(Plan, Path(plan).read_text())
 
     def _stash_limit(self) -> float | None:

@@ -1,0 +1,115 @@
+"""Every plan worth a try for so many ranks, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gems.graph import Graph
+from gems.grid import square
+from gems.plan import Plan
+
+SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan to try, and the family it belongs to."""
+
+    family: str
+    plan: Plan
+
+
+def choices(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
+    """Plans that take so many ranks and do so many micro-batches per step, over all copies."""
+    for copies in _divisors(ranks):
+        if micro_batches % copies == 0:
+            for choice in _one_copy(graph, ranks // copies, micro_batches // copies):
+                if choice.plan.depth <= len(graph.blocks):
+                    yield Choice(
+                        choice.family + (", copies" if copies > 1 and ranks != copies else ""),
+                        replace(choice.plan, data=copies),
+                    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
+    if ranks == 1:
+        yield Choice("data parallel", Plan(stages=1, schedule="sequential", micro_batches=m))
+        return
+    yield from _pipelines(ranks, m)
+    yield from _both_ways(ranks, m)
+    if any(b.strips for b in graph.blocks):
+        yield from _spatial(graph, ranks, m)
+
+
+def _pipelines(p: int, m: int) -> Iterator[Choice]:
+    for schedule in ("1f1b", "zero-bubble", "gpipe"):
+        yield Choice("pipeline", Plan(stages=p, micro_batches=m, schedule=schedule))
+    if m % p == 0:
+        yield Choice(
+            "pipeline", Plan(stages=2 * p, ranks=p, micro_batches=m, schedule="interleaved")
+        )
+    if p * m <= SMALL:
+        yield Choice("pipeline", Plan(stages=p, micro_batches=m, schedule="auto"))
+        folded = Plan(stages=2 * p, placement="fold", micro_batches=m, schedule="auto")
+        yield Choice("fold", folded)
+
+
+def _both_ways(p: int, m: int) -> Iterator[Choice]:
+    if m < 2:
+        return
+    for schedule in ("gems", "gems-zb"):
+        yield Choice("both ways", Plan(stages=p, micro_batches=m, schedule=schedule))
+    if p * m <= SMALL:
+        auto = Plan(stages=p, micro_batches=m, schedule="auto", bidirectional=True)
+        yield Choice("both ways", auto)
+
+
+def _spatial(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
+    """All ranks on one image; or tiles first and whole stages, or slices, behind them."""
+    for tiles in _grids(graph, ranks):
+        if not any(b.whole for b in graph.blocks):
+            plan = Plan(stages=1, schedule="sequential", micro_batches=m, spatial=(tiles,))
+            yield Choice("spatial", plan)
+    for count in (n for n in _divisors(ranks * 4) if 2 <= n < ranks):
+        for tiles in _grids(graph, count):
+            yield from _tiles_first(graph, (tiles,), ranks - count, m)
+        half = count // 2
+        if half >= 2 and count + half < ranks:
+            shapes = (_grids(graph, count)[0], _grids(graph, half)[0])
+            yield from _tiles_first(graph, shapes, ranks - count - half, m)
+
+
+def _tiles_first(
+    graph: Graph, spatial: tuple[tuple[int, ...], ...], rest: int, m: int
+) -> Iterator[Choice]:
+    depth = len(spatial) + rest
+    samples = graph.value[graph.inputs[0]].shape[0]
+    for schedule in ("1f1b", "gems", "gems-zb"):
+        if schedule == "1f1b" or m > 1:
+            plan = Plan(stages=depth, micro_batches=m, schedule=schedule, spatial=spatial)
+            both = " both ways" if plan.bidirectional else ""
+            yield Choice(f"spatial, then pipeline{both}", plan)
+    if 1 < rest <= samples:
+        sliced = Plan(
+            stages=len(spatial) + 1,
+            micro_batches=m,
+            schedule="1f1b",
+            spatial=spatial,
+            local_dp=rest,
+        )
+        yield Choice("spatial, then slices", sliced)
+
+
+def _grids(graph: Graph, count: int) -> list[tuple[int, ...]]:
+    """Rows, and the most square grid; for volumes, depth is cut first."""
+    dims = len(graph.value[graph.inputs[0]].shape) - 2
+    rows = (count, *(1,) * (dims - 1))
+    if dims < 2:
+        return [rows]
+    flat = (*(1,) * (dims - 2), *square(count))
+    return list(dict.fromkeys((flat, rows)))

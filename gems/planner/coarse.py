@@ -1,0 +1,86 @@
+"""A graph of fewer, larger blocks, so that a search over many plans stays quick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gems.costs import Costs, together
+from gems.graph import Block, Graph
+from gems.planner.cut import crossing_bytes
+
+
+def coarse(graph: Graph, costs: Costs, lumps: int) -> tuple[Graph, Costs]:
+    """About so many lumps of blocks, and what they cost; a graph with no more stays as it is.
+
+    Lumps end where least is sent. Each has the name of its first block, which stands for all of it
+    in a plan: blocks that no stage names go with the one before.
+    """
+    if len(graph.blocks) <= 1.5 * lumps:
+        return graph, costs
+    runs = _runs(graph, costs, lumps)
+    needed = _needed(graph, runs)
+    blocks = tuple(_lump([graph.blocks[i] for i in run], needed) for run in runs)
+    items = (together(costs[i] for i in run) for run in runs)
+    kept = (
+        replace(cost, stash=graph.stash(run), weights=graph.held(run), gradients=graph.trained(run))
+        for run, cost in zip(runs, items, strict=True)
+    )
+    return replace(graph, blocks=blocks), replace(costs, items=tuple(kept))
+
+
+def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:
+    """Runs that take a share of the time or of the stash, ended at the next place to cut well."""
+    crossing = [*crossing_bytes(graph), 0]
+    stash = [sum(n for _, n in b.saves) for b in graph.blocks]
+    seconds = [c.seconds for c in costs.items]
+    most = [2 * sum(row) / lumps or 1.0 for row in (seconds, stash)]
+    runs, start = [], 0
+    filled = [0.0, 0.0]
+    for i in range(len(graph.blocks)):
+        filled = [filled[0] + seconds[i], filled[1] + stash[i]]
+        near = crossing[max(i - 2, 0) : i + 4]  # the ends of blocks around this one
+        last = i + 1 == len(graph.blocks)
+        turns = not last and graph.blocks[i].whole != graph.blocks[i + 1].whole
+        good = crossing[i + 1] <= min(near) and any(
+            a >= b for a, b in zip(filled, most, strict=True)
+        )
+        if last or turns or good:
+            runs.append(range(start, i + 1))
+            start, filled = i + 1, [0.0, 0.0]
+    return runs
+
+
+def _needed(graph: Graph, runs: Sequence[range]) -> set[str]:
+    """The values that leave their lump."""
+    lump_of = {i: number for number, run in enumerate(runs) for i in run}
+    found = set(graph.outputs)
+    for i, block in enumerate(graph.blocks):
+        for name in block.reads:
+            source = graph.producer.get(name)
+            if source is not None and lump_of[source] != lump_of[i]:
+                found.add(name)
+    return found
+
+
+def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
+    made = {name for b in blocks for name in b.writes}
+    strips = zip(*(b.strips for b in blocks), strict=False)
+    writes = [name for b in blocks for name in b.writes if name in needed]
+    return Block(
+        name=blocks[0].name,
+        layer=blocks[0].layer,
+        reads=tuple(dict.fromkeys(n for b in blocks for n in b.reads if n not in made)),
+        writes=tuple(writes) or blocks[-1].writes,
+        parameters=tuple(dict.fromkeys(n for b in blocks for n in b.parameters)),
+        buffers=tuple(dict.fromkeys(n for b in blocks for n in b.buffers)),
+        mutates=tuple(dict.fromkeys(n for b in blocks for n in b.mutates if n not in made)),
+        saves=tuple(sorted(dict(pair for b in blocks for pair in b.saves).items())),
+        flops=sum(b.flops for b in blocks),
+        moved=sum(b.moved for b in blocks),
+        strips=tuple(map(sum, strips)),
+        sums=sum(b.sums for b in blocks),
+        exchanges=sum(b.exchanges for b in blocks),
+        totals=sum(b.totals for b in blocks),
+        whole=blocks[0].whole,
+    )

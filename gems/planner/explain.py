@@ -1,0 +1,103 @@
+"""Why a plan was chosen: the best of each family, what limits it, what would be needed for more."""
+
+from __future__ import annotations
+
+from gems.draw.table import table
+from gems.draw.units import seconds, size
+from gems.errors import PlanError
+from gems.plan import BIDIRECTIONAL, Plan
+from gems.planner.search import Candidate, Found, largest_kind
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words."""
+    both = " both ways" if plan.bidirectional and plan.schedule not in BIDIRECTIONAL else ""
+    copies = f"{plan.data} copies of " if plan.data > 1 else ""
+    stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
+    cut = " (" + ", ".join(map(str, plan.grids)) + ")" if plan.cut else ""
+    ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
+    return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}"
+
+
+COLUMNS = ("", "family", "best of it", "samples/s", "needs", "idle", "limited by")
+
+
+def explain(found: Found, samples: int = 1) -> str:
+    """The best of each family, and what keeps it from being better."""
+    wish = found.wish
+    rows: dict[str, tuple[str, ...]] = {}
+    for c in (*found.fitting, *found.rest):
+        fits = c.bytes <= wish.memory
+        rate = f"{c.rate * samples:.3g}" if fits else "-"
+        mark = "*" if fits and c is found.best else " "
+        rest = (size(c.bytes), f"{c.idle:.0%}", limit(c, wish.memory))
+        rows.setdefault(c.family, (mark, c.family, describe(c.plan), rate, *rest))
+    for p in found.pruned:
+        rate = f"< {p.plan.total * samples / p.seconds:.3g}"
+        why = (
+            f"memory: at least {size(p.bytes - wish.memory)} too much"
+            if p.bytes > wish.memory
+            else "slower than the best even without waiting"
+        )
+        row = (" ", p.family, describe(p.plan), rate, f"> {size(p.bytes)}", "", why)
+        rows.setdefault(p.family, row)
+    head = (
+        f"{wish.ranks} ranks with {size(wish.memory)} each, {wish.micro_batches} micro-batches a "
+        f"step: {len(found.fitting) + len(found.rest)} plans simulated, {len(found.pruned)} ruled "
+        "out by what they need at least"
+    )
+    lines = [head, table(rows.values(), COLUMNS).rstrip()]
+    lines += [
+        f"not possible: {family}: {_first_line(why)}"
+        for family, why in found.refused
+        if family not in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def limit(candidate: Candidate, memory: float) -> str:
+    """What keeps a candidate from fitting, or from being faster."""
+    if candidate.bytes > memory:
+        kind = largest_kind(candidate.fullest)
+        share = getattr(candidate.fullest, kind) / candidate.bytes
+        return f"memory: {size(candidate.bytes - memory)} too much ({share:.0%} is {kind})"
+    if candidate.sums > 0.15 * candidate.seconds:
+        return f"sums of gradients: {seconds(candidate.sums)} after the last backward"
+    if candidate.idle > 0.15:
+        return f"waiting: {candidate.idle:.0%} of all ranks' time; more micro-batches would help"
+    return "arithmetic: more ranks would help"
+
+
+def chosen(found: Found, largest: str = "") -> Candidate:
+    """The best that fits, or an error that says what would."""
+    if found.fitting:
+        return found.best
+    wish = found.wish
+    leanest = sorted(
+        [(c.bytes, c.plan, _parts(c)) for c in found.rest]
+        + [(p.bytes, p.plan, "weights, gradients, optimizer and one stash") for p in found.pruned],
+        key=lambda entry: entry[0],
+    )
+    if not leanest:
+        why = "; ".join(f"{family}: {_first_line(text)}" for family, text in found.refused)
+        raise PlanError(f"no plan for {wish.ranks} ranks is possible: {why}")
+    needed, plan, parts = leanest[0]
+    raise PlanError(
+        f"nothing fits {wish.ranks} ranks with {size(wish.memory)} each. The leanest is "
+        f"{describe(plan)}, which needs {size(needed)} ({parts}). Give that much memory, more "
+        "ranks, or a smaller micro-batch" + (f"; {largest}" if largest else "")
+    )
+
+
+def _parts(candidate: Candidate) -> str:
+    kinds = [
+        (kind, getattr(candidate.fullest, kind))
+        for kind in ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
+    ]
+    kinds.append(("workspace", candidate.workspace))
+    shown = sorted(((n, kind) for kind, n in kinds if n), reverse=True)[:3]
+    return ", ".join(f"{kind} {size(n)}" for n, kind in shown)
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0]

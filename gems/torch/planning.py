@@ -1,0 +1,158 @@
+"""`gems.plan`: from a model, an image size and a machine to the plan that fits and runs fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gems.costs import Costs
+from gems.errors import GemsError, PlanError
+from gems.estimate import estimate
+from gems.graph import Graph
+from gems.machine import Machine, bytes_of
+from gems.machine import machine as machine_of
+from gems.plan import Plan
+from gems.planner.explain import chosen, explain
+from gems.planner.search import Found, Wish, search
+from gems.torch.halos import with_halos
+from gems.torch.profile import measure
+from gems.torch.trace import as_module, trace
+
+OBJECTIVES = ("time", "memory", "image")
+STEP = 32  # sides of images are tried in steps of so many cells
+
+
+def plan(
+    model: nn.Module | Sequence[nn.Module],
+    sample: Any,
+    *,
+    ranks: int,
+    machine: str | Machine = "cpu",
+    memory: str | float | None = None,
+    micro_batches: int = 0,
+    objective: str = "time",
+    costs: str = "estimate",
+    state: float = 2.0,
+) -> Plan:
+    """The best plan for `model` on inputs like `sample`; `plan.explain()` says why.
+
+    machine        a preset's name, a file, or a gems.Machine
+    memory         bytes per rank, "16GiB"; the machine's own if left out
+    micro_batches  of one step, over all copies; two per rank if left out
+    objective      `time`; `memory`; or `image`, the largest image that fits: then the sample's own
+                   size does not matter, and `plan.why` says the size
+    costs          `estimate`, nothing is run; or `measure`, on the device of this process
+    state          what the optimizer keeps per parameter, in units of its gradient: Adam 2
+    """
+    if objective not in OBJECTIVES:
+        known = ", ".join(OBJECTIVES)
+        raise PlanError(f"objective {objective!r} is unknown; choose one of {known}")
+    on = machine_of(machine) if not isinstance(machine, Machine) else machine
+    wish = Wish(
+        ranks=ranks,
+        memory=on.device.memory if memory is None else bytes_of(memory),
+        micro_batches=micro_batches or 2 * ranks,
+        objective="time" if objective == "time" else "memory",
+        state=state,
+    )
+    study = Study(model, sample, on, costs)
+    if objective == "image":
+        side = study.largest_side(wish)
+        study = study.at(side)
+        wish = replace(wish, objective="time")
+    found = study.search(wish)
+    best = chosen(found, "" if found.fitting else study.hint(wish))
+    why = f"images of {study.size}\n" + explain(found, study.samples)
+    return replace(best.plan, why=why)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model on inputs of one size, and on others."""
+
+    model: nn.Module | Sequence[nn.Module]
+    sample: Any
+    machine: Machine
+    costs: str = "estimate"
+
+    def graph(self) -> tuple[Graph, Costs]:
+        traced = trace(self.model, self.sample)
+        module, _ = as_module(self.model)
+        graph = with_halos(traced, module)
+        if self.costs == "measure":
+            return graph, measure(traced, module, torch.device("cpu"))
+        return graph, estimate(graph, self.machine)
+
+    def search(self, wish: Wish, *, enough: bool = False) -> Found:
+        return search(*self.graph(), self.machine, wish, enough=enough)
+
+    # --- other sizes ----------------------------------------------------------------------------
+
+    @property
+    def images(self) -> list[torch.Tensor]:
+        tensors = [x for x in pytree.tree_leaves(self.sample) if isinstance(x, torch.Tensor)]
+        return [x for x in tensors if x.dim() > 2]
+
+    @property
+    def samples(self) -> int:
+        return self.images[0].shape[0] if self.images else 1
+
+    @property
+    def size(self) -> str:
+        return " x ".join(map(str, self.images[0].shape[2:])) if self.images else "one sample"
+
+    def at(self, side: int) -> Study:
+        """The same on images of another side; other inputs stay as they are."""
+
+        def resized(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or x.dim() < 3:
+                return x
+            shape = (*x.shape[:2], *(side,) * (x.dim() - 2))
+            return torch.empty(shape, dtype=x.dtype, device="meta")
+
+        return replace(self, sample=pytree.tree_map(resized, self.sample))
+
+    def largest_side(self, wish: Wish, most: int = 2**17) -> int:
+        """The largest square (or cubic) image for which some plan fits."""
+        if not self.images:
+            raise PlanError("the sample holds no image, a tensor of three dims or more")
+
+        def fits(side: int) -> bool:
+            try:
+                return bool(self.at(side).search(wish, enough=True).fitting)
+            except GemsError:  # too small for the network, or more tiles than pixels
+                return False
+
+        side = _largest(fits, STEP, most)
+        if not side:
+            raise PlanError(
+                f"not even images of {STEP} x {STEP} fit {wish.ranks} ranks with "
+                f"{wish.memory:,.0f} bytes each; give more memory or more ranks"
+            )
+        return side
+
+    def hint(self, wish: Wish) -> str:
+        """What image would fit, where this one does not."""
+        try:
+            side = self.largest_side(wish, most=max(self.images[0].shape[2:]))
+        except (GemsError, IndexError):
+            return ""
+        return f"the largest image that fits is {side} x {side}"
+
+
+def _largest(fits: Callable[[int], bool], step: int, most: int) -> int:
+    """The largest multiple of `step` up to `most` that fits, if all smaller ones do; 0 if none."""
+    low, high = 0, 8  # in steps; low fits, high may not
+    last = most // step
+    while high <= last and fits(high * step):
+        low, high = high, 2 * high
+    high = min(high, last + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
