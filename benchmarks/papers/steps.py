@@ -1,0 +1,51 @@
+"""A network traced without memory, and the simulated step of a plan for it on a machine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from gems import models
+from gems.costs import Costs
+from gems.estimate import estimate
+from gems.graph import Graph
+from gems.machine import Machine
+from gems.plan import Plan
+from gems.planner.assign import assign, stages
+from gems.price import price
+from gems.schedule.build import lowered
+from gems.simulate import simulate
+from gems.timeline import Timeline
+from gems.torch.trace import trace
+
+
+@cache
+def network(name: str, side: int, batch: int = 1, **options: Any) -> Graph:
+    """In training, on square images of three channels."""
+    with torch.device("meta"):
+        model = models.build(name, **options).train()
+    return trace(model, torch.empty(batch, 3, side, side, device="meta")).graph
+
+
+def priced(graph: Graph, plan: Plan, on: Machine) -> tuple[Plan, Costs]:
+    """The plan with its stages written out, and what each costs."""
+    blocks = estimate(graph, on)
+    stage_of = stages(plan, graph, blocks)
+    plan = assign(plan, graph, blocks)
+    return plan, price(blocks, graph, stage_of, plan, on)
+
+
+def step(graph: Graph, plan: Plan, on: Machine) -> Timeline:
+    plan, costs = priced(graph, plan, on)
+    return simulate(lowered(plan, costs), plan, costs, on)
+
+
+def by_count(graph: Graph, parts: int) -> tuple[int, ...]:
+    """Layers of each stage as the published GEMS scripts cut: equal counts, the last has the rest.
+
+    Their own default, whatever a layer weighs.
+    """
+    each, rest = divmod(len(graph.layers), parts)
+    return (*(each,) * (parts - 1), each + rest)
