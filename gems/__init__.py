@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from gems.errors import GemsError as GemsError
     from gems.graph import Graph as Graph
     from gems.machine import Machine as Machine
-    from gems.plan import Plan as Plan
+    from gems.plans import Plan as Plan
     from gems.schedule.core import Schedule as Schedule
-    from gems.simulate import simulate as simulate
+    from gems.simulation import simulate as simulate
     from gems.timeline import Timeline as Timeline
+    from gems.torch.planning import plan as plan
     from gems.torch.trainer import Trainer as Trainer
 
 _WHERE = {
@@ -26,11 +27,12 @@ _WHERE = {
     "GemsError": "gems.errors",
     "Graph": "gems.graph",
     "Machine": "gems.machine",
-    "Plan": "gems.plan",
+    "Plan": "gems.plans",
     "Schedule": "gems.schedule.core",
     "Timeline": "gems.timeline",
     "Trainer": "gems.torch.trainer",
-    "simulate": "gems.simulate",
+    "plan": "gems.torch.planning",
+    "simulate": "gems.simulation",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Timeline",
     "Trainer",
     "__version__",
+    "plan",
     "simulate",
 ]
 

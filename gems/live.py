@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.costs import Costs
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Message, Schedule
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Memory, Meter

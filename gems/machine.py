@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -125,20 +126,27 @@ class Machine:
 # --- machines as files --------------------------------------------------------------------------
 
 FOLDER = Path(__file__).parent / "machines"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+LOCAL = CACHE / "gems" / "local.json"  # this computer, as `gems machine` measured it
 
 
 def machine(name: str | Path) -> Machine:
     """A preset by its name, or the machine of any file like theirs: `machine("my/cluster.json")`.
 
-    To change a number, copy the preset's file, edit the copy and give its path.
+    To change a number, copy the preset's file, edit the copy and give its path. `local` is this
+    computer, once `gems machine` has measured it.
     """
+    if name == "local":
+        if not LOCAL.is_file():
+            raise PlanError(f"this computer was not measured yet ({LOCAL}); run `gems machine`")
+        return _read(LOCAL)
     if name in MACHINES:
         return MACHINES[str(name)]
     path = Path(name)
     if path.is_file():
         return _read(path)
     raise PlanError(
-        f"there is no machine {str(name)!r}; choose one of {', '.join(MACHINES)}, "
+        f"there is no machine {str(name)!r}; choose one of {', '.join(MACHINES)}, local, "
         f"or give the path of a file like {FOLDER / 'v100.json'}"
     )
 

@@ -10,7 +10,7 @@ from gems.costs import Cost, Costs, of_stages, together
 from gems.graph import Block, Graph
 from gems.grid import Grid
 from gems.machine import Link, Machine
-from gems.plan import Plan
+from gems.plans import Plan
 
 
 def price(

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
 from gems.geometry import cuts
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.calls import Record
 from gems.torch.record import record
 from gems.torch.trainer import Trainer

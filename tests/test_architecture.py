@@ -23,12 +23,12 @@ TOWER = (
     ("keras",),
     ("torch",),
     ("engine", "planner"),
-    ("simulate", "estimate", "draw", "transport"),
+    ("simulation", "estimate", "draw", "transport"),
     ("live",),
     ("timeline",),
     ("schedule",),
     ("price",),
-    ("plan", "costs"),
+    ("plans", "costs"),
     ("graph", "layout"),
     ("geometry", "grid", "windows", "machine"),
     ("files",),
@@ -43,8 +43,8 @@ VISITORS = {"__main__", "cli", DOOR}
 # These load no framework. The command line shows its help without one, too.
 PURE = {
     *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
-    *("costs", "plan"),
-    *("schedule", "timeline", "estimate", "live", "price", "simulate", "draw", "planner"),
+    *("costs", "plans"),
+    *("schedule", "timeline", "estimate", "live", "price", "simulation", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}
@@ -91,7 +91,7 @@ def for_types_only(node: ast.If) -> bool:
 
 
 def imported(path: Path, source: str, deep: bool) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The line and absolute name of each import. `from gems import plan` is `("gems", "plan")`."""
+    """The line and absolute name of each import: `from gems import plans` is `gems.plans`."""
     package = module(path) if path.name == "__init__.py" else module(path)[:-1]
     for node in statements(ast.parse(source), deep):
         if isinstance(node, ast.Import):
@@ -205,16 +205,16 @@ def test_the_pure_rooms_and_the_command_line_load_no_framework():
 @pytest.mark.parametrize(
     "file, line",
     [
-        ("geometry.py", "from gems.plan import Plan"),  # up
+        ("geometry.py", "from gems.plans import Plan"),  # up
         ("geometry.py", "import gems.machine"),  # sideways
         ("engine/loop.py", "from gems.planner import search"),  # sideways, between folders
-        ("plan.py", "from gems import schedule"),  # by way of the package
-        ("plan.py", "from gems import Plan"),  # through the door
+        ("plans.py", "from gems import schedule"),  # by way of the package
+        ("plans.py", "from gems import Plan"),  # through the door
         ("schedule/core.py", "from ..timeline import Event"),  # relative
         ("schedule/__init__.py", "from .. import draw"),  # relative, from a folder's own file
         ("draw/svg.py", "def f():\n    from gems.engine import loop"),  # late
         ("models/resnet.py", "from gems.errors import GemsError"),
-        ("data/slides.py", "from gems.plan import Plan"),
+        ("data/slides.py", "from gems.plans import Plan"),
         ("torch/trainer.py", "from gems.models import resnet"),
         ("__init__.py", "from gems.cli import main"),
     ],
@@ -226,10 +226,10 @@ def test_the_rule_sees_what_points_up(file, line):
 @pytest.mark.parametrize(
     "file, line",
     [
-        ("plan.py", "from gems.graph import Graph"),
+        ("plans.py", "from gems.graph import Graph"),
         ("schedule/papers/gpipe.py", "from ..core import Action"),
         ("schedule/__init__.py", "from .core import Action"),
-        ("schedule/core.py", "from gems import plan"),
+        ("schedule/core.py", "from gems import plans"),
         ("torch/trainer.py", "import torch\nfrom gems.engine.loop import Engine"),
         ("data/slides.py", "from gems.errors import GemsError\nfrom gems.data import synthetic"),
         ("models/unet.py", "import torch\nfrom gems.models.resnet import block"),

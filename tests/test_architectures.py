@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from gems import models
 from gems.graph import crossings
-from gems.plan import Plan
 from gems.planner.assign import assign, stages_by_name
+from gems.plans import Plan
 from gems.schedule.build import lowered
 from gems.torch.profile import measure
 from gems.torch.trace import trace

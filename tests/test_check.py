@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from gems.costs import unit
 from gems.errors import ScheduleError
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import build, lowered
 from gems.schedule.check import check, require
 from gems.schedule.core import Action, Schedule, parse
-from gems.simulate import simulate
+from gems.simulation import simulate
 
 CHAIN = Plan(stages=2, micro_batches=2, schedule="1f1b")
 GEMS = Plan(stages=2, schedule="gems", replications=1)

@@ -16,7 +16,7 @@ from gems.cli.main import main
 from gems.cli.options import add_plan, plan_from
 from gems.files import from_json
 from gems.graph import Graph
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import parse
 from gems.timeline import Timeline
 
@@ -121,7 +121,10 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
         (["plan", *SMALL, "--stages", "2", "--balance", "1,1"], "sums to 2, but the model has"),
         (["plan", "--model", "nothing"], "there is no model 'nothing'; choose one of"),
         (["plan", "--model", "unet", "--num-layers", "3"], "--num-layers means nothing to unet"),
-        (["plan", *SMALL, "--auto", "2", "--memory", "1kB"], "nothing fits 2 ranks with 1000 B each"),
+        (
+            ["plan", *SMALL, "--auto", "2", "--memory", "1kB"],
+            "nothing fits 2 ranks with 1000 B each",
+        ),
         (["train", "--batch-size", "3", "--parts", "2"], "not a multiple of --parts 2"),
         (["draw", "--stages", "2", "--balance", "a"], "neither time, memory nor numbers"),
         (["draw", "missing.json"], "missing.json"),

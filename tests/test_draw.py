@@ -25,9 +25,9 @@ from gems.draw.text import text
 from gems.draw.units import seconds, size
 from gems.errors import GemsError
 from gems.graph import Block, Graph, Value, Weight
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.timeline import Event, Memory, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -23,11 +23,11 @@ from gems import models
 from gems.costs import Cost, Costs
 from gems.graph import Block, Graph, crossings
 from gems.models.resnet import PreActivationBottleneck
-from gems.plan import Plan
 from gems.planner.assign import stages_by_name
 from gems.planner.cut import crossing_bytes
+from gems.plans import Plan
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.torch.trace import trace
 
 GB, MB = 1e9, 1e6

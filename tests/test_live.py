@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gems import models
-from gems.plan import Plan
-from gems.simulate import simulate
+from gems.plans import Plan
+from gems.simulation import simulate
 from gems.timeline import KINDS, Timeline
 from gems.torch.trainer import Trainer
 from gems.transport.local import Local, run

@@ -154,7 +154,7 @@ def test_a_machine_of_one_node_says_so_to_ranks_beyond_it() -> None:
 
 def test_an_unknown_machine_is_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        PlanError, match=r"no machine 'k80'; choose one of a100, cpu, h100, v100, or"
+        PlanError, match=r"no machine 'k80'; choose one of a100, cpu, h100, v100, local, or"
     ):
         machine("k80")
 

@@ -12,7 +12,7 @@ from benchmarks.papers import hybrid, hyfi, master, torchgpipe, zero, zerobubble
 from benchmarks.papers.steps import by_count, network
 from benchmarks.papers.tables import off, table
 from gems.costs import Cost, Costs
-from gems.plan import Plan
+from gems.plans import Plan
 
 
 def test_a_table_is_markdown() -> None:
@@ -81,11 +81,11 @@ def test_our_greedy_order_is_not_yet_as_good_as_the_papers_search() -> None:
 
 
 def test_tiles_over_layers_of_resnet_and_amoebanet() -> None:
-    """Without halos, as long as the graph does not know them: with them, less."""
+    """With halos between the tiles, which take little."""
     resnet, amoeba = (hyfi.graph(name) for name in list(hyfi.PUBLISHED)[:2])
     assert by_count(resnet, 2) == (19, 19) and by_count(amoeba, 5) == (4, 4, 4, 4, 8)
     preset = [hyfi.ratio(graph, hyfi.V100) for graph in (resnet, amoeba)]
-    assert preset == pytest.approx([1.803, 1.775], abs=5e-3)
+    assert preset == pytest.approx([1.801, 1.767], abs=5e-3)
     assert off(preset[1], hyfi.PUBLISHED[hyfi.FITTED_ON]) < -0.2, "a miss, unless fitted"
 
     memory = hyfi.fitted()

@@ -18,8 +18,8 @@ from gems.errors import GemsError, PlanError
 from gems.files import from_json, to_json, write
 from gems.graph import Block, Graph, Value, Weight, crossings
 from gems.grid import Grid
-from gems.plan import Plan
 from gems.planner.cut import by_weight, cut
+from gems.plans import Plan
 from gems.timeline import Event, Memory, Timeline
 
 # --- who has what -------------------------------------------------------------------------------

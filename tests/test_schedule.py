@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from gems.costs import Cost, Costs, unit
 from gems.errors import PlanError, ScheduleError
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule import greedy
 from gems.schedule.build import build, lowered
 from gems.schedule.check import check
 from gems.schedule.core import Message, Run, Schedule, parse, parse_action
 from gems.schedule.passes import forward_only, receipts
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.timeline import counted
 
 GRID = [(p, m) for p in range(1, 9) for m in range(1, 17)]

@@ -9,10 +9,10 @@ import pytest
 from gems.costs import Cost, Costs, Edge, unit
 from gems.errors import ScheduleError
 from gems.machine import Link, Machine, machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import build, lowered
 from gems.schedule.core import parse
-from gems.simulate import simulate, virtual
+from gems.simulation import simulate, virtual
 from gems.timeline import Event, Timeline
 
 TWO = Costs((Cost(), Cost()), messages=(Edge(0, 1, 100, 100),))

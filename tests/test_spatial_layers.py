@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import PlanError
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.spatial.stage import Uncuttable
 from gems.torch.trainer import Trainer
 from gems.transport.local import run

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import PlanError
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.spatial.stage import Uncuttable
 from tests.exact import assert_equal
 from tests.spatial import Plain

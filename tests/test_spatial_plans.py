@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from gems import models
 from gems.errors import PlanError
 from gems.geometry import Box, moves
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.cut import Cut
 from gems.torch.spatial.stage import Laid, traffic
 from gems.torch.trainer import Trainer

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gems import models
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.spatial.team import CHANNEL
 from gems.transport.core import Transport
 from tests.exact import alone, assert_equal, batches, join, plainly, trained

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch import defer
 from gems.torch.spatial.team import Exchange
 from gems.torch.spatial.tile import Kernel

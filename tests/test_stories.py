@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems import models
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from gems import models
 from gems.errors import PlanError, TraceError
 from gems.graph import crossings
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import parse
 from gems.schedule.passes import lower
 from gems.torch.program import write

@@ -12,7 +12,7 @@ from torch import nn
 
 from gems import models
 from gems.errors import GemsError, LossError, PlanError, ShapeError
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.local import run
 from tests.exact import (

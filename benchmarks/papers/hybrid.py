@@ -14,9 +14,9 @@ from benchmarks.papers.steps import network, priced
 from benchmarks.papers.tables import table
 from gems.graph import Graph
 from gems.machine import machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 
 PUBLISHED = 0.9732
 V100 = machine("v100")

@@ -14,7 +14,7 @@ from benchmarks.papers.steps import by_count, network, step
 from benchmarks.papers.tables import off, percent, table
 from gems.graph import Graph
 from gems.machine import Machine, machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.timeline import Timeline
 
 SIDE = 2048

@@ -10,9 +10,9 @@ from benchmarks.papers.steps import network, step
 from benchmarks.papers.tables import table
 from gems.costs import unit
 from gems.machine import machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 
 STAGES, SAMPLES = (2, 4, 8), (2, 4, 8)
 # As handed down, for the samples above and for ever more of them.

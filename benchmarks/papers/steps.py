@@ -12,12 +12,13 @@ from gems.costs import Costs
 from gems.estimate import estimate
 from gems.graph import Graph
 from gems.machine import Machine
-from gems.plan import Plan
 from gems.planner.assign import assign, stages
+from gems.plans import Plan
 from gems.price import price
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.timeline import Timeline
+from gems.torch.halos import with_halos
 from gems.torch.trace import trace
 
 
@@ -26,7 +27,7 @@ def network(name: str, side: int, batch: int = 1, **options: Any) -> Graph:
     """In training, on square images of three channels."""
     with torch.device("meta"):
         model = models.build(name, **options).train()
-    return trace(model, torch.empty(batch, 3, side, side, device="meta")).graph
+    return with_halos(trace(model, torch.empty(batch, 3, side, side, device="meta")), model)
 
 
 def priced(graph: Graph, plan: Plan, on: Machine) -> tuple[Plan, Costs]:

@@ -22,11 +22,11 @@ from benchmarks.papers.steps import network, priced
 from benchmarks.papers.tables import off, percent, table
 from gems.costs import Cost, Costs
 from gems.machine import machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.check import require
 from gems.schedule.core import Action, Kind, Schedule
 from gems.schedule.passes import lower
-from gems.simulate import simulate
+from gems.simulation import simulate
 
 P40 = machine(Path(__file__).parent / "p40.json")
 

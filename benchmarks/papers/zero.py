@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from benchmarks.papers.tables import table
 from gems.costs import Cost, Costs
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 
 PARAMETERS, RANKS = 7.5e9, 64
 PUBLISHED = {"data parallel": 120.0, "stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.88}  # GB

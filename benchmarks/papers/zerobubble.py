@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from benchmarks.papers.tables import table
 from gems.costs import Cost, Costs
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 
 
 @dataclass(frozen=True)

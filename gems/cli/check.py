@@ -1,34 +1,71 @@
-"""`gems check`: prove a schedule free of deadlock and of mixed-up messages."""
+"""`gems check`: find everything that is wrong with a plan, or prove a schedule."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_plan, plan_from
+from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.errors import GemsError
+from gems.plans import Plan
 from gems.schedule.build import lowered
 from gems.schedule.check import check
 from gems.schedule.core import parse
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("check", help="prove a schedule", description=__doc__)
+    parser = commands.add_parser(
+        "check",
+        help="check a plan or a schedule",
+        description=f"{__doc__} A plan's fields must fit each other, its order must be free of "
+        "deadlock and mixed-up messages, and with --model its stages must fit the model.",
+    )
     add_plan(parser)
+    add_model(parser)
     parser.add_argument(
         "file", nargs="?", type=Path, help="a schedule as text; default: the plan's own"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, model=None)
 
 
 def run(given: argparse.Namespace) -> int:
     plan = plan_from(given)
+    found = list(_model_faults(given, plan)) if given.model else []
     schedule = parse(given.file.read_text()) if given.file else lowered(plan)
-    found = check(schedule, plan)
+    found += check(schedule, plan)
     for fault in found:
         print(fault, file=sys.stderr)
     actions = sum(len(row) for row in schedule.ranks)
     if not found:
-        print(f"{actions} actions on {plan.world} ranks: no deadlock, every message in order")
+        fits = f"; its stages fit {given.model}" if given.model else ""
+        print(f"{actions} actions on {plan.world} ranks: no deadlock, every message in order{fits}")
     return 1 if found else 0
+
+
+def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
+    """What of a plan does not fit the model: names, edges, and cuts that are not exact."""
+    from gems.estimate import estimate
+    from gems.machine import machine
+    from gems.planner.assign import stages, written
+
+    graph = traced(given).graph
+    try:
+        stage_of = stages(plan, graph, estimate(graph, machine("cpu")))
+    except GemsError as error:
+        yield str(error)
+        return
+    edges = written(plan, graph, stage_of).edges
+    if plan.edges is not None and plan.edges != edges:
+        yield (
+            f"edges are {plan.edges}, but with these stages the model sends {edges}; leave edges "
+            "out, and they are filled in"
+        )
+    for stage, grid in enumerate(plan.grids):
+        cut = [
+            b.name for b, s in zip(graph.blocks, stage_of, strict=True) if s == stage and b.whole
+        ]
+        if grid.tiles and grid.size > 1 and cut:
+            yield f"stage {stage} is cut {grid}, but {cut[0]} cannot be; end it before that"

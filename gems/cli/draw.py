@@ -28,12 +28,12 @@ from gems.errors import GemsError, faults
 from gems.estimate import estimate
 from gems.files import from_json, write
 from gems.machine import MACHINES, machine
-from gems.plan import Plan
 from gems.planner.assign import stages
+from gems.plans import Plan
 from gems.schedule.build import lowered
 from gems.schedule.check import require
 from gems.schedule.core import Schedule, parse
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.timeline import Timeline
 
 EXAMPLES = """examples:

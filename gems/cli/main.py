@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gems.cli import check, draw, plan, simulate, trace, train
+from gems.cli import check, draw, machine, plan, simulate, trace, train
 from gems.errors import GemsError
 from gems.version import __version__
 
@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   gems draw --schedule 1f1b --stages 4 --parts 8 --svg 1f1b.svg --html 1f1b.html
   gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
   gems trace --model unet --image-size 512
-  gems plan --model resnet50 --image-size 1024 --ranks 8 --machine v100 --out plan.json
+  gems plan --model resnet50 --image-size 1024 --auto 8 --machine v100 --out plan.json
 """
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"gems {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, draw, trace, plan, check, simulate):
+    for command in (train, plan, simulate, draw, check, trace, machine):
         command.add(commands)
     given = parser.parse_args(arguments)
     if given.command is None:

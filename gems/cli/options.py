@@ -10,14 +10,14 @@ from gems.errors import GemsError, PlanError
 from gems.files import from_json
 from gems.grid import HALOS
 from gems.machine import MACHINES
-from gems.plan import PLACEMENTS, SCHEDULES, Plan
+from gems.plans import PLACEMENTS, SCHEDULES, Plan
 
 if TYPE_CHECKING:
     from gems.torch.trace import Trace
 
 
 def add_machine(parser: argparse.ArgumentParser, purpose: str, default: str | None) -> None:
-    known = f"{', '.join(MACHINES)}, or a file like theirs"
+    known = f"{', '.join(MACHINES)}, local (see gems machine), or a file like theirs"
     parser.add_argument("--machine", metavar="NAME", default=default, help=f"{purpose}: {known}")
 
 

@@ -14,8 +14,8 @@ from gems.estimate import estimate
 from gems.files import to_json, write
 from gems.graph import Graph
 from gems.machine import Machine, machine
-from gems.plan import Plan
 from gems.planner.assign import assign, stages
+from gems.plans import Plan
 from gems.price import price
 
 

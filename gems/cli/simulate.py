@@ -16,7 +16,7 @@ from gems.machine import machine
 from gems.planner.assign import assign, stages
 from gems.price import price
 from gems.schedule.build import lowered
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.timeline import Timeline
 
 

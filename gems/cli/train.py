@@ -20,7 +20,7 @@ from gems.draw.svg import svg
 from gems.draw.table import report
 from gems.draw.units import heading
 from gems.files import to_json, write
-from gems.plan import Plan
+from gems.plans import Plan
 
 if TYPE_CHECKING:
     from gems.torch.trainer import Step, Trainer
@@ -173,7 +173,7 @@ def _finish(given: argparse.Namespace, trainer: Trainer, data: Any) -> None:
     """Accuracy on samples that training did not draw, and the last step, drawn as measured."""
     import torch
 
-    from gems.simulate import virtual
+    from gems.simulation import virtual
 
     timeline = trainer.timeline()
     images, labels = next(iter(data.batches(OTHERS, 1, given.seed + 1)))

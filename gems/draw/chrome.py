@@ -13,7 +13,7 @@ from gems.draw.arrows import arrows
 from gems.draw.compare import aligned, difference, names
 from gems.draw.mark import Mark, marks
 from gems.draw.units import heading, stages_of
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.timeline import KINDS, Timeline
 
 COMPUTE, MESSAGES = 0, 1  # threads

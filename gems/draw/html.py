@@ -18,7 +18,7 @@ from gems.draw.memory import peak_of
 from gems.draw.shapes import FLOOR, INK, MEMORY, PAPER, SOFT
 from gems.draw.table import report
 from gems.draw.units import counts_units, described, heading, stages_of
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.timeline import KINDS, Timeline
 
 PAGE = Path(__file__).parent / "page"

@@ -19,7 +19,7 @@ from gems.draw.mark import Mark, entries, marks
 from gems.draw.memory import Across, charts
 from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, legend, line, page, rect, words
 from gems.draw.units import counts_units, described, heading, scale, stages_of
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action
 from gems.timeline import Timeline
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gems.engine.adapter import Adapter, Tensors
 from gems.errors import note
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Message, Schedule
 from gems.schedule.passes import receipts
 from gems.timeline import Event, Memory, Meter, Timeline

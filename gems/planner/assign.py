@@ -11,8 +11,8 @@ from itertools import accumulate
 from gems.costs import Costs
 from gems.errors import PlanError, faults
 from gems.graph import Graph, crossings
-from gems.plan import BIDIRECTIONAL, Plan
 from gems.planner.cut import by_weight
+from gems.plans import BIDIRECTIONAL, Plan
 from gems.schedule.build import build
 from gems.schedule.core import Kind
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gems.graph import Graph
 from gems.grid import square
-from gems.plan import Plan
+from gems.plans import Plan
 
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 

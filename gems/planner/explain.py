@@ -5,8 +5,8 @@ from __future__ import annotations
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
-from gems.plan import BIDIRECTIONAL, Plan
 from gems.planner.search import Candidate, Found, largest_kind
+from gems.plans import BIDIRECTIONAL, Plan
 
 
 def describe(plan: Plan) -> str:

@@ -10,15 +10,15 @@ from gems.costs import Cost, Costs
 from gems.errors import PlanError
 from gems.graph import Graph
 from gems.machine import Machine
-from gems.plan import Plan
 from gems.planner.assign import kept, stages, written
 from gems.planner.candidates import Choice, choices
 from gems.planner.coarse import coarse
+from gems.plans import Plan
 from gems.price import price
 from gems.schedule.build import build
 from gems.schedule.greedy import least
 from gems.schedule.passes import lower
-from gems.simulate import simulate
+from gems.simulation import simulate
 from gems.timeline import KINDS, Memory
 
 FEW = 256  # blocks that are cut in any way a search may want

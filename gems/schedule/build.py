@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gems.costs import Costs, unit
 from gems.errors import PlanError, note
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule import greedy
 from gems.schedule.check import require
 from gems.schedule.core import Schedule

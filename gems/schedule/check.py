@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 
 from gems.errors import ScheduleError, faults
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives
 
 ALL = ("output", "gradient", "weight")

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gems.errors import ScheduleError
-from gems.plan import Plan
+from gems.plans import Plan
 
 
 class Kind(str, Enum):

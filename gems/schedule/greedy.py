@@ -23,7 +23,7 @@ from math import inf
 
 from gems.costs import Costs
 from gems.errors import PlanError
-from gems.plan import BIDIRECTIONAL, Plan
+from gems.plans import BIDIRECTIONAL, Plan
 from gems.schedule.core import Action, Fact, Kind, Run, Schedule, gives, needs
 
 Priority = Callable[[Action], tuple[int, ...]]

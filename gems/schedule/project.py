@@ -9,7 +9,7 @@ needs comes earlier and is done, and all of its team have come to it.
 from __future__ import annotations
 
 from gems.costs import Costs
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule import greedy
 from gems.schedule.core import Action, Schedule
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import ShapeError
 from gems.machine import Machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
 from gems.torch.batch import Batch, describe, read_box, signature, stand_ins, tensors

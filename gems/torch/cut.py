@@ -16,8 +16,8 @@ from gems.graph import ITEMSIZE, Value, crossings
 from gems.grid import Grid
 from gems.layout import Layout, even
 from gems.machine import Machine
-from gems.plan import Plan
 from gems.planner.assign import stages_by_name
+from gems.plans import Plan
 from gems.schedule.core import Message
 from gems.torch.calls import Call
 from gems.torch.junction import Passage, whole

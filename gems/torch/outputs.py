@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import ShapeError
 from gems.geometry import Box
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.torch.adapter import TorchAdapter
 from gems.torch.batch import Batch, tensors
 from gems.torch.calls import Ref, leaves_of

@@ -16,9 +16,9 @@ from gems.estimate import estimate
 from gems.graph import Graph
 from gems.machine import Machine, bytes_of
 from gems.machine import machine as machine_of
-from gems.plan import Plan
 from gems.planner.explain import chosen, explain
 from gems.planner.search import Found, Wish, search
+from gems.plans import Plan
 from gems.torch.halos import with_halos
 from gems.torch.profile import measure
 from gems.torch.trace import as_module, trace

@@ -19,15 +19,16 @@ from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.estimate import estimate
 from gems.files import from_json
-from gems.plan import Plan
 from gems.planner.assign import assign, stages
 from gems.planner.explain import chosen, explain
 from gems.planner.search import Wish, search
+from gems.plans import Plan
 from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
 from gems.schedule.passes import forward_only, lower
+from gems.simulation import simulate
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.batch import Batch, describe, split, tensors
@@ -275,6 +276,16 @@ class Trainer:
         )
         self.engine = Engine(plan, self.schedule, self.adapter, transport)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
+
+    def forecast(self) -> Timeline:
+        """What a step of this plan should take: seconds by the costs, and live bytes over time.
+
+        The optimizer's state is counted as it is now; it has none before the first step.
+        """
+        here = self.adapter.standing()
+        trained = self.adapter.size(self.adapter.parameters_here)
+        states = self.transport.gather(here.optimizer / trained if trained else 0.0)
+        return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
         if make is None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from gems.errors import PlanError, ShapeError, faults
 from gems.graph import Graph
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Kind, Schedule
 from gems.torch.random import key
 from gems.torch.trace import Trace

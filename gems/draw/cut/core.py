@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gems.costs import Cost, Costs, of_stages
 from gems.draw.units import seconds, size
 from gems.graph import Graph, crossings
-from gems.plan import Plan
+from gems.plans import Plan
 
 CELLS = 48  # as many as can be told apart side by side; more blocks are folded
 

@@ -14,7 +14,7 @@ The order on each rank is that of layer parallelism: what differs is where the s
 
 from __future__ import annotations
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Schedule
 from gems.schedule.papers import sequential
 

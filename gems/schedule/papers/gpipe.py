@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Schedule
 
 

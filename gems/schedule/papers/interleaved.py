@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Schedule
 
 

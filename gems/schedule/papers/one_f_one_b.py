@@ -5,7 +5,7 @@ At most p - s micro-batches are kept on stage s; the bubble is GPipe's.
 
 from __future__ import annotations
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Schedule
 
 

@@ -7,7 +7,7 @@ rank 2         F0B0           F1B1
 
 from __future__ import annotations
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Schedule
 
 

@@ -10,7 +10,7 @@ most p stashes, as many as 1F1B's first. What is left fills the end, one W after
 
 from __future__ import annotations
 
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Schedule
 
 

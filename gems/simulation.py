@@ -16,7 +16,7 @@ from gems.costs import Costs
 from gems.errors import ScheduleError
 from gems.live import live
 from gems.machine import Link, Machine
-from gems.plan import Plan
+from gems.plans import Plan
 from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives, needs
 from gems.timeline import Event, Timeline
 

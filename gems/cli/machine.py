@@ -1,0 +1,61 @@
+"""`gems machine`: show a machine, or measure this computer and keep it as `local`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gems.cli.options import add_machine
+from gems.draw.table import table
+from gems.draw.units import seconds, size
+from gems.files import to_json, write
+from gems.machine import LOCAL, Machine, machine
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "machine",
+        help="show a machine, or measure this one",
+        description=f"{__doc__} A machine is a file of plain numbers that every prediction starts "
+        "from: copy one, edit it, and give its path to --machine.",
+    )
+    add_machine(parser, "which to show (default: measure this computer)", None)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    if given.machine is None:
+        from gems.torch.local import measured
+
+        found = measured()
+        print(f"wrote {write(LOCAL, to_json(found))}; --machine local means it from now on")
+    else:
+        found = machine(given.machine)
+    print(_shown(found))
+    if given.out:
+        print(f"wrote {write(given.out, to_json(found))}")
+    return 0
+
+
+def _shown(found: Machine) -> str:
+    d = found.device
+    rows = [
+        ("device", d.name),
+        ("arithmetic", f"{d.flops / 1e12:.3g} TFLOP/s, {d.compute_efficiency:.0%} reached"),
+        ("memory", f"{size(d.memory)}, {d.bandwidth / 1e9:.3g} GB/s, {d.memory_efficiency:.0%}"),
+        ("launch", seconds(d.launch)),
+        ("link", f"{found.link.bandwidth / 1e9:.3g} GB/s after {seconds(found.link.latency)}"),
+    ]
+    if found.node is not None:
+        rows.append(("node", f"{found.node} devices"))
+    if found.between is not None:
+        between = found.between
+        rows.append(
+            (
+                "between nodes",
+                f"{between.bandwidth / 1e9:.3g} GB/s after {seconds(between.latency)}",
+            )
+        )
+    return table(rows, ("", found.name))

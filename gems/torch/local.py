@@ -1,0 +1,109 @@
+"""Measure this computer: what one rank with one thread computes, copies and sends here."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+
+from gems.machine import Device, Link, Machine
+
+REPEATS = 7
+LARGE, SMALL = 16 * 2**20, 8  # bytes of the messages that are timed
+
+
+def measured() -> Machine:
+    """This computer as a machine, one rank per core. Takes about ten seconds; let nothing run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        device = _device()
+    finally:
+        torch.set_num_threads(threads)
+    link = _link()
+    notes = {
+        "device.flops": "measured: a product of two 1024 x 1024 matrices",
+        "device.bandwidth": "measured: a copy of 64 MiB, read and written",
+        "device.compute_efficiency": "measured: a 3x3 convolution of 32 channels at 128 x 128",
+        "device.memory_efficiency": "measured: the negative of 64 MiB",
+        "device.launch": "measured: adding two numbers",
+        "device.memory": "this computer's memory, shared by its cores",
+        "link": "measured: gloo between two processes, there and back",
+        "host_link": "a copy within memory",
+    }
+    return Machine("local", device, link, Link(device.bandwidth / 2, 1e-6), notes=notes)
+
+
+def _device() -> Device:
+    a = torch.randn(1024, 1024)
+    flops = 2 * 1024**3 / _best(lambda: a @ a)
+    x = torch.randn(16 * 2**20)
+    y = torch.empty_like(x)
+    bandwidth = 2 * x.nbytes / _best(lambda: y.copy_(x))
+    image, kernel = torch.randn(1, 32, 128, 128), torch.randn(32, 32, 3, 3)
+    work = 2 * 128 * 128 * 32 * 32 * 9
+    convolved = work / _best(lambda: F.conv2d(image, kernel, padding=1)) / flops
+    passed = 2 * x.nbytes / _best(lambda: torch.neg(x, out=y)) / bandwidth
+    one = torch.ones(1)
+    tiny = _best(lambda: [one + one for _ in range(1000)]) / 1000
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        name="one core of this computer",
+        flops=flops,
+        bandwidth=bandwidth,
+        memory=memory // (os.cpu_count() or 1),
+        launch=tiny,
+        compute_efficiency=min(convolved, 1.0),
+        memory_efficiency=min(passed, 1.0),
+    )
+
+
+def _best(work: Callable[[], Any]) -> float:
+    """Seconds of the quickest of a few runs, after one that warms up."""
+    work()
+    found = []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        work()
+        found.append(perf_counter() - start)
+    return min(found)
+
+
+def _link() -> Link:
+    """Between two processes of this computer, as gloo moves bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_ping, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
+        small, large = map(float, (Path(folder) / "seconds").read_text().split())
+    return Link(bandwidth=(LARGE - SMALL) / max(large - small, 1e-9), latency=small)
+
+
+def _ping(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    found = []
+    for size in (SMALL, LARGE):
+        buffer = torch.zeros(size, dtype=torch.uint8)
+
+        def there_and_back(buffer: torch.Tensor = buffer) -> None:
+            if rank == 0:
+                dist.send(buffer, 1)
+                dist.recv(buffer, 1)
+            else:
+                dist.recv(buffer, 0)
+                dist.send(buffer, 0)
+
+        found.append(_best(there_and_back) / 2)
+    if rank == 0:
+        (Path(folder) / "seconds").write_text(" ".join(map(str, found)))
+    dist.barrier()
+    dist.destroy_process_group()

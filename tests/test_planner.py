@@ -1,0 +1,302 @@
+"""The planner: where to cut, what a cut costs, which plan, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+import gems
+from gems import models
+from gems.costs import Cost, Costs
+from gems.errors import PlanError
+from gems.estimate import estimate
+from gems.files import from_json, to_json
+from gems.graph import Block, Graph, Value
+from gems.machine import Link, Machine, machine
+from gems.planner.assign import kept, stages, stages_by_name
+from gems.planner.candidates import choices
+from gems.planner.coarse import coarse
+from gems.planner.cut import Room, cut
+from gems.planner.explain import chosen, describe, explain
+from gems.planner.search import Wish, search
+from gems.plans import Plan
+from gems.price import price
+from gems.schedule.build import build
+from gems.schedule.greedy import least
+from gems.simulation import simulate
+from gems.torch.halos import with_halos
+from gems.torch.planning import Study, plan
+from gems.torch.trace import trace
+from gems.torch.trainer import Trainer
+
+V100 = machine("v100")
+
+
+def traced(model: nn.Module, *shape: int) -> Graph:
+    found = trace(model.train(), torch.empty(shape, device="meta"))
+    return with_halos(found, model)
+
+
+def resnet(side: int = 64, samples: int = 2) -> Graph:
+    with torch.device("meta"):
+        return traced(models.build("resnet_v1", depth=14), samples, 3, side, side)
+
+
+# --- where to cut -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_cut_under_a_cap_is_the_best_of_all_that_fit(seed: int) -> None:
+    r = Random(seed)
+    n, parts = r.randint(3, 8), r.randint(2, 3)
+    weights = [r.randint(1, 9) for _ in range(n)]
+    room = Room([[r.randint(1, 9) for _ in range(n)] for _ in range(parts)], r.randint(9, 25))
+
+    def load(starts: tuple[int, ...], rows: list[list[int]]) -> list[int]:
+        ends = pairwise((*starts, n))
+        return [sum(row[a:b]) for row, (a, b) in zip(rows, ends, strict=True)]
+
+    every = [(0, *inner) for inner in combinations(range(1, n), parts - 1)]
+    fitting = [s for s in every if max(load(s, [*map(list, room.bytes)])) <= room.cap]
+    found = tuple(cut(weights, [0.0] * (n + 1), parts, room=room))
+    assert found in every
+    if fitting:
+        best = min(max(load(s, [weights] * parts)) for s in fitting)
+        assert found in fitting
+        assert max(load(found, [weights] * parts)) <= 1.03 * best
+    else:
+        best = min(max(load(s, [*map(list, room.bytes)])) for s in every)
+        assert max(load(found, [*map(list, room.bytes)])) <= 1.03 * best
+
+
+def test_under_a_cap_the_first_stages_get_fewer_blocks_for_they_keep_more() -> None:
+    with torch.device("meta"):
+        graph = traced(models.build("resnet_v1", depth=32), 2, 3, 64, 64)
+    costs = estimate(graph, V100)
+    wanted = Plan(stages=4, micro_batches=8)
+    free = stages(wanted, graph, costs)
+    needs = [graph.stash([i for i, s in enumerate(free) if s == k]) for k in range(4)]
+    assert kept(wanted) == [4, 3, 2, 1]
+    cap = 0.6 * 4 * needs[0]
+    tight = stages(wanted, graph, costs, cap)
+    assert tight.count(0) < free.count(0)
+    for s, k in enumerate(kept(wanted)):
+        mine = [i for i, stage in enumerate(tight) if stage == s]
+        assert k * graph.stash(mine) <= cap
+
+
+def test_spatial_stages_end_before_what_cannot_be_cut() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
+    layers += [nn.Flatten(), nn.Linear(4 * 64, 64), nn.ReLU(), nn.Linear(64, 5)]
+    graph = traced(nn.Sequential(*layers), 2, 3, 8, 8)
+    assert [b.whole for b in graph.blocks] == [False] * 3 + [True] * 4
+    heavy = Costs(tuple(Cost(f=1 if b.whole else 1e-6) for b in graph.blocks))
+    assert stages(Plan(stages=2, spatial=[(2, 1)]), graph, heavy) == [0, 0, 0, 1, 1, 1, 1]
+    with pytest.raises(PlanError, match=r"3 cannot be cut, so the spatial stages must end before"):
+        stages(Plan(stages=1, spatial=[(2, 1)]), graph, heavy)
+
+
+# --- what a cut costs -----------------------------------------------------------------------------
+
+
+def test_strips_are_what_two_tiles_send_each_other_and_sums_what_all_add_up() -> None:
+    layers = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, (3, 5), padding=(1, 2)), nn.BatchNorm2d(6)]
+    graph = traced(nn.Sequential(*layers, nn.MaxPool2d(2)), 2, 3, 8, 12)
+    conv, norm, pool = graph.blocks[1:]
+    # Two rows of 12 cells, one each way, and four columns of 8; 2 samples x 4 channels x 4 bytes.
+    assert conv.strips == (2 * 12 * 2 * 4 * 4, 4 * 8 * 2 * 4 * 4)
+    assert (conv.exchanges, norm.sums, norm.totals) == (1, 2 * 6 * 4, 1)
+    assert (norm.strips, pool.strips, pool.sums) == ((0, 0), (0, 0), 0)
+
+
+LINK = Link(bandwidth=1000.0, latency=0.5)
+
+
+def toy(strips: tuple[int, ...] = (), sums: int = 0) -> tuple[Graph, Costs, Machine]:
+    block = Block(
+        "conv", "conv", ("x",), ("y",), saves=((0, 900),), strips=strips, sums=sums,
+        exchanges=int(bool(strips)), totals=int(bool(sums)),
+    )  # fmt: skip
+    values = [Value(n, (2, 3, 9, 8), (216, 72, 8, 1), "float32", True) for n in "xy"]
+    graph = Graph((block,), tuple(values), ("x",), ("y",), (), ())
+    costs = Costs((Cost(f=10, i=20, w=30, stash=900, launch=1, workspace=90),))
+    return graph, costs, Machine("toy", V100.device, LINK, LINK)
+
+
+def test_the_largest_tile_sets_the_pace_and_launches_are_not_shared() -> None:
+    graph, costs, on = toy()
+    cost = price(costs, graph, [0], Plan(spatial=[(2, 1)]), on)[0]
+    share = 5 / 9
+    assert (cost.f, cost.i, cost.w) == pytest.approx(
+        (9 * share + 1, 19 * share + 1, 29 * share + 1)
+    )
+    assert (cost.stash, cost.workspace) == pytest.approx((900 * share, 90 * share))
+    sliced = price(costs, graph, [0], Plan(local_dp=2), on)[0]
+    assert sliced.f == pytest.approx(9 / 2 + 1)
+
+
+def test_a_rank_in_the_middle_pays_for_strips_to_both_sides_and_sums_to_all() -> None:
+    graph, costs, on = toy(strips=(600, 400), sums=48)
+    ends = price(costs, graph, [0], Plan(spatial=[(2, 1)]), on)[0]
+    assert ends.exchange == 300 + 48
+    assert ends.f == pytest.approx(9 * 5 / 9 + 1 + 2 * 0.5 + 348 / 1000)
+    assert ends.stash == pytest.approx(900 * 5 / 9 + 300)
+    middle = price(costs, graph, [0], Plan(spatial=[(3, 2)]), on)[0]
+    # 600 / 2 to each of two sides, over half the width; 400 / 2 to one side, over a third.
+    assert middle.exchange == pytest.approx(300 + 200 / 3 + 5 * 48)
+    assert middle.i == pytest.approx(19 / 6 + 1 + (3 + 5) * 0.5 + middle.exchange / 1000)
+
+
+# --- the bound ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems", "gems-zb", "zero-bubble", "auto"])
+def test_no_order_is_shorter_than_the_bound(schedule: str) -> None:
+    r = Random(schedule)
+    for _ in range(30):
+        p, m = r.randint(2, 5), r.randint(2, 7)
+        wanted = Plan(stages=p, micro_batches=m, schedule=schedule)
+        costs = Costs(tuple(Cost(r.random(), r.random(), r.random()) for _ in range(p)))
+        taken = simulate(build(wanted, costs), wanted, costs).seconds
+        assert least(wanted, costs) <= taken * (1 + 1e-9)
+
+
+def test_the_bound_of_even_pipelines_is_what_they_take() -> None:
+    for p, m in ((2, 4), (4, 8), (8, 8)):
+        wanted = Plan(stages=p, micro_batches=m, schedule="1f1b")
+        costs = Costs((Cost(f=1, i=1, w=0),) * p)
+        assert (
+            least(wanted, costs)
+            == simulate(build(wanted), wanted, costs).seconds
+            == 2 * (m + p - 1)
+        )
+
+
+# --- larger blocks --------------------------------------------------------------------------------
+
+
+def test_lumps_keep_all_that_counts_and_their_names_stand_for_their_blocks() -> None:
+    graph = resnet()
+    costs = estimate(graph, V100)
+    small, lumped = coarse(graph, costs, 12)
+    assert len(small.blocks) == len(lumped) < len(graph.blocks) / 2
+    whole, parts = range(len(graph.blocks)), range(len(small.blocks))
+    assert small.stash(parts) == graph.stash(whole)
+    assert small.held(parts) == graph.held(whole)
+    assert sum(c.seconds for c in lumped.items) == pytest.approx(
+        sum(c.seconds for c in costs.items)
+    )
+    assert sum(b.sums for b in small.blocks) == sum(b.sums for b in graph.blocks)
+    cut_small = stages(Plan(stages=3), small, lumped)
+    names = [
+        [b.name for b, s in zip(small.blocks, cut_small, strict=True) if s == k] for k in range(3)
+    ]
+    fine = stages_by_name(graph, names)
+    assert fine == sorted(fine) and set(fine) == {0, 1, 2}
+    assert coarse(graph, costs, 10_000) == (graph, costs)
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+def test_every_family_is_tried_and_every_candidate_does_the_same_work() -> None:
+    found = list(choices(resnet(samples=4), 8, 16))
+    families = {choice.family for choice in found}
+    assert {"data parallel", "pipeline", "both ways", "fold", "spatial"} <= families
+    assert {"spatial, then pipeline", "spatial, then slices", "pipeline, copies"} <= families
+    assert {choice.plan.world for choice in found} == {8}
+    assert {choice.plan.total for choice in found} == {16}
+
+
+def test_less_memory_gives_a_leaner_plan_until_nothing_fits() -> None:
+    graph = resnet(256)
+    costs = estimate(graph, V100)
+
+    def best(memory: float) -> tuple[float, float]:
+        found = chosen(search(graph, costs, V100, Wish(4, memory, 8)))
+        assert found.bytes <= memory
+        return found.seconds, found.bytes
+
+    free = best(2**34)
+    tight = best(0.6 * free[1])
+    assert tight[1] < free[1] and tight[0] >= free[0]
+    lean = search(graph, costs, V100, Wish(4, 2**34, 8, "memory")).best
+    assert lean.bytes <= tight[1]
+    with pytest.raises(PlanError, match=r"nothing fits 4 ranks with 9.5 MiB each. The leanest is"):
+        chosen(search(graph, costs, V100, Wish(4, 10**7, 8)))
+
+
+def test_the_choice_is_as_fast_as_the_fastest_of_all_that_were_simulated() -> None:
+    graph = resnet(128)
+    costs = estimate(graph, V100)
+    wish = Wish(4, 2**34, 8)
+    found = search(graph, costs, V100, wish)
+    assert found.best.seconds == min(c.seconds for c in found.fitting)
+    assert all(p.seconds >= found.best.seconds for p in found.pruned if p.bytes <= wish.memory)
+    said = explain(found)
+    assert f"* {' ' if said.count('*') else ''}" in said and said.count("*") == 1
+    for choice in choices(graph, 4, 8):
+        assert choice.family in said
+    assert describe(found.best.plan) in said
+
+
+# --- the door -------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_why_and_is_the_same_after_a_file() -> None:
+    with torch.device("meta"):
+        model = models.build("resnet_v1", depth=14)
+    found = plan(model, torch.empty(2, 3, 64, 64, device="meta"), ranks=4, machine="v100")
+    assert found.world == 4
+    assert "plans simulated" in found.explain() and "images of 64 x 64" in found.explain()
+    again = from_json(Plan, to_json(found))
+    assert again == found and again.why == found.why
+    assert "by hand" in Plan(stages=2).explain()
+    with pytest.raises(
+        PlanError, match=r"objective 'speed' is unknown; choose one of time, memory"
+    ):
+        plan(model, torch.empty(2, 3, 64, 64), ranks=2, objective="speed")
+
+
+def test_the_largest_image_is_the_largest_that_fits() -> None:
+    with torch.device("meta"):
+        model = models.build("resnet_v1", depth=8)
+    study = Study(model, torch.empty(1, 3, 32, 32, device="meta"), V100)
+    wish = Wish(2, 32 * 2**20, 4, "memory")
+    side = study.largest_side(wish)
+    assert study.at(side).search(wish).fitting
+    assert not study.at(side + 32).search(wish).fitting
+    found = plan(
+        model, torch.empty(1, 3, 32, 32, device="meta"), ranks=2, machine=V100, memory="32MiB",
+        micro_batches=4, objective="image",
+    )  # fmt: skip
+    assert f"images of {side} x {side}" in found.why
+    with pytest.raises(PlanError, match=f"the largest image that fits is {side} x {side}"):
+        plan(
+            model, torch.empty(1, 3, 1024, 1024, device="meta"), ranks=2, machine=V100,
+            memory="32MiB", micro_batches=4,
+        )  # fmt: skip
+
+
+def test_a_chosen_plan_trains() -> None:
+    torch.manual_seed(0)
+    model = models.build("resnet_v1", depth=8)
+    sample = torch.empty(2, 3, 16, 16)
+    trainer = Trainer(
+        model, nn.functional.cross_entropy, lambda p: torch.optim.SGD(p, 0.1), sample,
+        plan(model, sample, ranks=1, micro_batches=2),
+    )  # fmt: skip
+    step = trainer.step(torch.randn(4, 3, 16, 16), torch.randint(10, (4,)))
+    assert step.loss > 0
+
+
+def test_the_door_gives_functions_whatever_was_imported_before() -> None:
+    # `gems.simulate` used to be the module of that name once anything had imported it.
+    assert callable(gems.plan) and callable(gems.simulate)
+    assert replace(Plan(), why="because") == Plan()
