@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import gems
 from gems import models
+from gems.cli.main import main
 from gems.costs import Cost, Costs
 from gems.errors import PlanError
 from gems.estimate import estimate
@@ -300,3 +302,27 @@ def test_the_door_gives_functions_whatever_was_imported_before() -> None:
     # `gems.simulate` used to be the module of that name once anything had imported it.
     assert callable(gems.plan) and callable(gems.simulate)
     assert replace(Plan(), why="because") == Plan()
+
+
+def test_an_edited_plan_is_told_all_that_is_wrong_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    small = ["--model", "resnet-v1", "--num-layers", "8", "--image-size", "16"]
+    assert main(["plan", *small, "--stages", "2", "--parts", "2", "--out", str(file)]) == 0
+    good = file.read_text()
+    assert main(["check", "--plan", str(file), *small]) == 0
+    assert "its stages fit resnet-v1" in capsys.readouterr().out
+
+    def told(old: str, new: str) -> str:
+        assert old in good
+        file.write_text(good.replace(old, new))
+        assert main(["check", "--plan", str(file), *small]) == 1
+        return capsys.readouterr().err
+
+    assert "did you mean stem.conv" in told('"stem.conv"', '"stem.cnov"')
+    assert "there is no field schedul" in told('"schedule"', '"schedul"')
+    assert "schedule '1f1c' is unknown" in told('"1f1b"', '"1f1c"')
+    both = told('"micro_batches": 2', '"micro_batches": 0, "local_dp": 0, "stashes": -1')
+    assert "local_dp" in both and "stashes is -1" in both, "all faults at once"
+    assert "but with these stages the model sends" in told('"edges": [[0, 1]]', '"edges": []')

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 from gems.machine import Device, Link, Machine
 
-REPEATS = 7
+REPEATS, EXCHANGES = 7, 50
 LARGE, SMALL = 16 * 2**20, 8  # bytes of the messages that are timed
 
 
@@ -36,7 +37,7 @@ def measured() -> Machine:
         "device.memory_efficiency": "measured: the negative of 64 MiB",
         "device.launch": "measured: adding two numbers",
         "device.memory": "this computer's memory, shared by its cores",
-        "link": "measured: gloo between two processes, there and back",
+        "link": "measured: gloo between two processes that work, and then wait for each other",
         "host_link": "a copy within memory",
     }
     return Machine("local", device, link, Link(device.bandwidth / 2, 1e-6), notes=notes)
@@ -80,29 +81,33 @@ def _best(work: Callable[[], Any]) -> float:
 def _link() -> Link:
     """Between two processes of this computer, as gloo moves bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_ping, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
+        multiprocessing.spawn(_exchange, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
         small, large = map(float, (Path(folder) / "seconds").read_text().split())
     return Link(bandwidth=(LARGE - SMALL) / max(large - small, 1e-9), latency=small)
 
 
-def _ping(rank: int, folder: str) -> None:
+def _exchange(rank: int, folder: str) -> None:
+    """Two processes that work and then want something of each other, as tiles and stages do.
+
+    What counts is how long they wait for it: gloo shakes hands, and a sleeping process must wake.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    found = []
+    work, found = torch.randn(256, 256), []
     for size in (SMALL, LARGE):
-        buffer = torch.zeros(size, dtype=torch.uint8)
-
-        def there_and_back(buffer: torch.Tensor = buffer) -> None:
-            if rank == 0:
-                dist.send(buffer, 1)
-                dist.recv(buffer, 1)
-            else:
-                dist.recv(buffer, 0)
-                dist.send(buffer, 0)
-
-        found.append(_best(there_and_back) / 2)
+        mine, theirs = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        waits = []
+        for _ in range(EXCHANGES):
+            torch.mm(work, work)
+            start = perf_counter()
+            handles = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+            waits.append(perf_counter() - start)
+        found.append(median(waits))
     if rank == 0:
         (Path(folder) / "seconds").write_text(" ".join(map(str, found)))
     dist.barrier()
