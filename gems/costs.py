@@ -137,6 +137,15 @@ class Costs:
         return all(cost.stash == 1 and not cost.weights for cost in self.items)
 
 
+def mean(several: Sequence[Costs]) -> Costs:
+    """The same things as several measured them: mean seconds, and the bytes of the first."""
+    items = []
+    for costs in zip(*(c.items for c in several), strict=True):
+        sums = {name: sum(getattr(c, name) for c in costs) for name in ("f", "i", "w")}
+        items.append(replace(costs[0], **{n: total / len(costs) for n, total in sums.items()}))
+    return replace(several[0], items=tuple(items))
+
+
 def unit(stages: int) -> Costs:
     """Each stage takes f = i = w = 1 and keeps one stash: the unit of the closed forms."""
     return Costs((Cost(),) * stages)

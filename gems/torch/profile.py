@@ -59,6 +59,9 @@ def _time(
 ) -> tuple[float, float, float]:
     """Forward, input gradient and weight gradient: what backward takes more with weights than
     without them."""
+    module = model.get_submodule(call.module) if call.module is not None else nn.Module()
+    if not call.attrs and not any(p.requires_grad for p in module.parameters()):
+        return *_run(call, record, model, device, learns=False), 0.0
     f, both = _run(call, record, model, device, learns=True)
     _, through = _run(call, record, model, device, learns=False)
     return f, min(through, both), max(both - through, 0.0)

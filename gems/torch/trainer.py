@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gems import machine as machines
-from gems.costs import Costs
+from gems.costs import Costs, mean
 from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.estimate import estimate
@@ -216,11 +216,11 @@ class Trainer:
                 )
             return costs
         if costs == "measure":
-            mine = measure(traced, self.model, self.device) if self.rank == 0 else None
-            found = self.transport.gather(mine)[0]
-            if not isinstance(found, Costs):
-                raise PeerError(f"rank 0 could not measure the model: it {found}")
-            return found
+            # All at once: what a rank takes depends on what the others of its host are doing.
+            found = self.transport.gather(measure(traced, self.model, self.device))
+            if failed := [rank for rank, mine in enumerate(found) if not isinstance(mine, Costs)]:
+                raise PeerError(f"rank {failed[0]} could not measure the model: {found[failed[0]]}")
+            return mean(found)
         if costs != "estimate":
             raise PlanError(f"costs is {costs!r}; give 'estimate', 'measure' or a gems.Costs")
         return estimate(traced.graph, self.machine)
