@@ -18,6 +18,7 @@ class Cost:
     `gradients` the part of them that is trained, `workspace` the most that is live for a moment
     beside all that. Of each of f, i and w, `launch` seconds are no fewer on a part of the image;
     where a stage is cut, `exchange` bytes are sent inside it, forward and again backward.
+    Backward in two halves, i and then w, takes `halves` times as long as in one.
     """
 
     f: float = 1.0
@@ -29,6 +30,7 @@ class Cost:
     workspace: float = 0.0
     launch: float = 0.0
     exchange: float = 0.0
+    halves: float = 1.0
 
     @property
     def b(self) -> float:
@@ -36,7 +38,12 @@ class Cost:
 
     def of(self, kind: str) -> float:
         """Seconds of an action: F, B, I or W."""
-        return {"F": self.f, "B": self.b, "I": self.i, "W": self.w}[kind]
+        return {
+            "F": self.f,
+            "B": self.b,
+            "I": self.i * self.halves,
+            "W": self.w * self.halves,
+        }[kind]
 
     @property
     def seconds(self) -> float:
@@ -56,12 +63,14 @@ class Cost:
 
 def together(costs: Iterable[Cost]) -> Cost:
     """The cost of several things one after the other; the largest of them needs the workspace."""
-    f = i = w = stash = weights = gradients = workspace = launch = exchange = 0.0
+    f = i = w = apart = stash = weights = gradients = workspace = launch = exchange = 0.0
     for c in costs:
         f, i, w, stash, weights = f + c.f, i + c.i, w + c.w, stash + c.stash, weights + c.weights
+        apart += c.b * c.halves
         gradients, launch = gradients + c.gradients, launch + c.launch
         workspace, exchange = max(workspace, c.workspace), exchange + c.exchange
-    return Cost(f, i, w, stash, weights, gradients, workspace, launch, exchange)
+    halves = apart / (i + w) if i + w else 1.0
+    return Cost(f, i, w, stash, weights, gradients, workspace, launch, exchange, halves)
 
 
 @dataclass(frozen=True)

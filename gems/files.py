@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import textwrap
 import types
 import typing
 from pathlib import Path
@@ -18,7 +19,26 @@ T = TypeVar("T")
 
 def to_json(value: Any) -> str:
     """Readable JSON of a dataclass; `from_json` gives an equal value back."""
-    return json.dumps(_plain(value), indent=1) + "\n"
+    return _spelled(_plain(value)) + "\n"
+
+
+WIDE = 100
+
+
+def _spelled(x: Any, indent: int = 0) -> str:
+    """JSON in as few lines as fit: short things on one, lists of words filled up, one per field."""
+    flat = json.dumps(x)
+    if len(flat) + indent <= WIDE or not isinstance(x, (dict, list)):
+        return flat
+    pad = "\n" + " " * (indent + 1)
+    if isinstance(x, dict):
+        parts = [f"{json.dumps(k)}: {_spelled(v, indent + 1)}" for k, v in x.items()]
+        return "{" + pad + ("," + pad).join(parts) + pad[:-1] + "}"
+    if any(isinstance(v, (dict, list)) for v in x):
+        parts = [_spelled(v, indent + 1) for v in x]
+        return "[" + pad + ("," + pad).join(parts) + pad[:-1] + "]"
+    words = textwrap.wrap(flat[1:-1], WIDE - indent - 1, break_long_words=False)
+    return "[" + pad + pad.join(words) + pad[:-1] + "]"
 
 
 def from_json(kind: type[T], text: str) -> T:

@@ -239,8 +239,11 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_that_were_simulated() -> No
     costs = estimate(graph, V100)
     wish = Wish(4, 2**34, 8)
     found = search(graph, costs, V100, wish)
-    assert found.best.seconds == min(c.seconds for c in found.fitting)
-    assert all(p.seconds >= found.best.seconds for p in found.pruned if p.bytes <= wish.memory)
+    fastest = min(c.seconds for c in found.fitting)
+    assert found.best.seconds <= 1.05 * fastest, "closer than one can tell, and of fewer stages"
+    close = [c for c in found.fitting if c.seconds <= 1.05 * fastest]
+    assert found.best.plan.depth == min(c.plan.depth for c in close)
+    assert all(p.seconds >= fastest for p in found.pruned if p.bytes <= wish.memory)
     said = explain(found)
     assert f"* {' ' if said.count('*') else ''}" in said and said.count("*") == 1
     for choice in choices(graph, 4, 8):
@@ -314,15 +317,18 @@ def test_an_edited_plan_is_told_all_that_is_wrong_with_it(
     assert main(["check", "--plan", str(file), *small]) == 0
     assert "its stages fit resnet-v1" in capsys.readouterr().out
 
-    def told(old: str, new: str) -> str:
-        assert old in good
-        file.write_text(good.replace(old, new))
+    def told(*edits: tuple[str, str]) -> str:
+        edited = good
+        for old, new in edits:
+            assert old in edited
+            edited = edited.replace(old, new)
+        file.write_text(edited)
         assert main(["check", "--plan", str(file), *small]) == 1
         return capsys.readouterr().err
 
-    assert "did you mean stem.conv" in told('"stem.conv"', '"stem.cnov"')
-    assert "there is no field schedul" in told('"schedule"', '"schedul"')
-    assert "schedule '1f1c' is unknown" in told('"1f1b"', '"1f1c"')
-    both = told('"micro_batches": 2', '"micro_batches": 0, "local_dp": 0, "stashes": -1')
+    assert "did you mean stem.conv" in told(('"stem.conv"', '"stem.cnov"'))
+    assert "there is no field schedul" in told(('"schedule"', '"schedul"'))
+    assert "schedule '1f1c' is unknown" in told(('"1f1b"', '"1f1c"'))
+    both = told(('"local_dp": 1', '"local_dp": 0'), ('"stashes": 0', '"stashes": -1'))
     assert "local_dp" in both and "stashes is -1" in both, "all faults at once"
-    assert "but with these stages the model sends" in told('"edges": [[0, 1]]', '"edges": []')
+    assert "but with these stages the model sends" in told(('"edges": [[0, 1]]', '"edges": []'))

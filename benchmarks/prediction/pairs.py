@@ -21,16 +21,16 @@ class Network:
 
 
 NETWORKS = {
-    "ResNet-20 v1, 96 px": Network(lambda: build("resnet_v1", depth=20), 8, 96),
-    "ResNet-110 v2, 32 px": Network(lambda: build("resnet110_v2"), 8, 32),
-    "ConvNeXt, 64 px": Network(
+    "ResNet-20 v1, 192 px": Network(lambda: build("resnet_v1", depth=20), 8, 192),
+    "ResNet-110 v2, 64 px": Network(lambda: build("resnet110_v2"), 8, 64),
+    "ConvNeXt, 192 px": Network(
         lambda: build(
             "convnext_tiny", num_classes=10, depths=(1, 1, 3, 1), dims=(32, 64, 128, 256)
         ),
         8,
-        64,
+        192,
     ),
-    "DenseNet, 64 px": Network(lambda: build("densenet121"), 8, 64, 1000),
+    "DenseNet-121, 128 px": Network(lambda: build("densenet121"), 8, 128, 1000),
 }
 
 M = 4

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.cli.options import add_model, add_plan, plan_from, studied
 from gems.errors import GemsError
 from gems.plans import Plan
 from gems.schedule.build import lowered
@@ -47,13 +47,12 @@ def run(given: argparse.Namespace) -> int:
 
 def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
     """What of a plan does not fit the model: names, edges, and cuts that are not exact."""
-    from gems.estimate import estimate
     from gems.machine import machine
     from gems.planner.assign import stages, written
 
-    graph = traced(given).graph
+    graph, costs = studied(given, machine("cpu")).graph
     try:
-        stage_of = stages(plan, graph, estimate(graph, machine("cpu")))
+        stage_of = stages(plan, graph, costs)
     except GemsError as error:
         yield str(error)
         return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gems.cli.options import add_model, add_plan, plan_from, traced
+from gems.cli.options import add_model, add_plan, plan_from, studied
 from gems.cli.simulate import predicted
 from gems.costs import unit
 from gems.draw.chrome import chrome
@@ -25,7 +25,6 @@ from gems.draw.levels import levels
 from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, faults
-from gems.estimate import estimate
 from gems.files import from_json, write
 from gems.machine import MACHINES, machine
 from gems.planner.assign import stages
@@ -147,8 +146,7 @@ def _show_step(given: argparse.Namespace) -> None:
 def _show_cut(given: argparse.Namespace) -> None:
     given.machine = given.machine or "cpu"
     plan = plan_from(given)
-    graph = traced(given).graph
-    costs = estimate(graph, machine(given.machine))
+    graph, costs = studied(given, machine(given.machine)).graph
     shown = cut(graph, stages(plan, graph, costs), costs, plan.sizes)
     print(cut_text(shown, plan))
     picture = cut_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)

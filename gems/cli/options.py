@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from gems.errors import GemsError, PlanError
 from gems.files import from_json
 from gems.grid import HALOS
-from gems.machine import MACHINES
+from gems.machine import MACHINES, Machine
 from gems.plans import PLACEMENTS, SCHEDULES, Plan
 
 if TYPE_CHECKING:
-    from gems.torch.trace import Trace
+    from gems.torch.planning import Study
 
 
 def add_machine(parser: argparse.ArgumentParser, purpose: str, default: str | None) -> None:
@@ -224,13 +224,8 @@ def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
     return model.train(), sample
 
 
-def traced(given: argparse.Namespace) -> Trace:
-    """The model's graph with what cuts would send; nothing is allocated."""
-    from dataclasses import replace
+def studied(given: argparse.Namespace, on: Machine) -> Study:
+    """The model on a machine: its graph, and costs; nothing is allocated unless it is `local`."""
+    from gems.torch.planning import Study
 
-    from gems.torch.halos import with_halos
-    from gems.torch.trace import trace
-
-    model, sample = sampled(given)
-    found = trace(model, sample)
-    return replace(found, graph=with_halos(found, model))
+    return Study(*sampled(given), on)

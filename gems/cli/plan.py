@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, sampled, traced
+from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
+from gems.costs import Costs
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
-from gems.estimate import estimate
 from gems.files import to_json, write
 from gems.graph import Graph
-from gems.machine import Machine, machine
+from gems.machine import Machine, bytes_of, machine
 from gems.planner.assign import assign, stages
+from gems.planner.search import Wish
 from gems.plans import Plan
 from gems.price import price
 
@@ -52,42 +54,31 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     on = machine(given.machine)
+    study = studied(given, on)
     if given.auto:
-        plan = _chosen(given, on)
-        print(plan.explain())
+        wish = Wish(
+            ranks=given.auto,
+            memory=bytes_of(given.memory) if given.memory else on.device.memory,
+            micro_batches=given.micro_batches or 2 * given.auto,
+            objective="time" if given.objective == "time" else "memory",
+        )
         if given.objective == "image":
-            given.image_size = int(plan.why.partition(" x ")[0].rpartition(" ")[2])
+            study, wish = study.at(study.largest_side(wish)), replace(wish, objective="time")
+        plan = study.plan(wish)
+        print(plan.explain())
+    elif given.objective != "time" or given.micro_batches:
+        raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
     else:
-        if given.objective != "time" or given.micro_batches:
-            raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
-        plan = plan_from(given)
-    graph = traced(given).graph
-    costs = estimate(graph, on)
-    plan = assign(plan, graph, costs)
-    print(_stages(plan, graph, on))
+        limit = bytes_of(given.memory) if given.memory else None
+        plan = assign(plan_from(given), *study.graph, limit)
+    print(_stages(plan, *study.graph, on))
     if given.out:
         print(f"wrote {write(given.out, to_json(plan))}")
     return 0
 
 
-def _chosen(given: argparse.Namespace, on: Machine) -> Plan:
-    from gems.torch import planning
-
-    model, sample = sampled(given)
-    return planning.plan(
-        model,
-        sample,
-        ranks=given.auto,
-        machine=on,
-        memory=given.memory,
-        micro_batches=given.micro_batches,
-        objective=given.objective,
-    )
-
-
-def _stages(plan: Plan, graph: Graph, on: Machine) -> str:
+def _stages(plan: Plan, graph: Graph, blocks: Costs, on: Machine) -> str:
     """What each stage is, and what each of its ranks pays for it."""
-    blocks = estimate(graph, on)
     staged = price(blocks, graph, stages(plan, graph, blocks), plan, on)
     rows = []
     for stage, cost in enumerate(staged.items):

@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, traced
+from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
 from gems.costs import unit
 from gems.draw.table import report
 from gems.draw.text import text
-from gems.estimate import estimate
 from gems.files import to_json, write
 from gems.machine import machine
 from gems.planner.assign import assign, stages
@@ -45,8 +44,7 @@ def predicted(given: argparse.Namespace) -> Timeline:
     if given.machine is None:
         return simulate(lowered(plan), plan, unit(plan.depth))
     on = machine(given.machine)
-    graph = traced(given).graph
-    blocks = estimate(graph, on)
+    graph, blocks = studied(given, on).graph
     stage_of = stages(plan, graph, blocks)
     plan = assign(plan, graph, blocks)
     costs = price(blocks, graph, stage_of, plan, on)

@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_model, traced
+from gems.cli.options import add_model, studied
 from gems.draw.table import table
 from gems.draw.units import size
 from gems.files import to_json, write
+from gems.machine import machine
 
 
 def add(commands: Any) -> None:
@@ -20,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    graph = traced(given).graph
+    graph, _ = studied(given, machine("cpu")).graph
     number = {block: i for i, run in enumerate(graph.layers) for block in run}
     rows = [
         (

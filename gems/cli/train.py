@@ -54,9 +54,9 @@ def add(commands: Any) -> None:
     put("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default fp32")
     put(
         "--costs",
-        choices=("estimate", "measure"),
-        default="estimate",
-        help="how to learn what blocks cost, to even out stages",
+        choices=("auto", "estimate", "measure"),
+        default="auto",
+        help="how to learn what blocks cost, to even out stages (default auto: measure on GPUs)",
     )
     put("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, else gloo")
     put("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout")

@@ -42,7 +42,7 @@ def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) 
         return stages_by_name(graph, plan.stages)
     if not isinstance(plan.balance, str):
         return _by_count(graph, plan.balance)
-    keeps = None if memory is None else kept(plan)
+    keeps = kept(plan) if memory is not None or plan.balance == "memory" else None
     spatial = sum(bool(grid.tiles and grid.size > 1) for grid in plan.grids)
     return by_weight(
         graph, costs, plan.depth, plan.balance, plan.sizes,

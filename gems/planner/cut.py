@@ -237,20 +237,15 @@ def _even(
     # Weights, their gradients and two moments of an optimizer are held beside the stash, and
     # by every rank of a team.
     state = [STATE * cost.weights for cost in items]
-    room = None
-    if what == "time":
-        weights, whole = [cost.seconds for cost in items], None
-        if cap is not None:
-            sizes, kept = speeds or (1,) * parts, keeps or (1.0,) * parts
-            rows = [
-                [k * kept_bytes / n + held for kept_bytes, held in zip(stash, state, strict=True)]
-                for k, n in zip(kept, sizes, strict=True)
-            ]
-            room = Room(rows, cap)
-    else:
-        weights, whole = stash, state
+    pairs = list(zip(keeps or (1.0,) * parts, speeds or (1,) * parts, strict=True))
+    rows = [[k * s / n + held for s, held in zip(stash, state, strict=True)] for k, n in pairs]
     crossing = crossing_bytes(graph)[blocks.start : blocks.stop]
-    starts = cut(weights, crossing, parts, speeds, whole, room)
+    if what == "memory":
+        starts = Runs([[0.0, *accumulate(row)] for row in rows]).cheapest(crossing)
+        assert starts is not None, "without a cap there is a cut, for there are items enough"
+    else:
+        room = Room(rows, cap) if cap is not None else None
+        starts = cut([cost.seconds for cost in items], crossing, parts, speeds, room=room)
     return [sum(i >= start for start in starts) - 1 for i in range(len(blocks))]
 
 

@@ -26,7 +26,8 @@ def explain(found: Found, samples: int = 1) -> str:
     """The best of each family, and what keeps it from being better."""
     wish = found.wish
     rows: dict[str, tuple[str, ...]] = {}
-    for c in (*found.fitting, *found.rest):
+    best = [found.best] if found.fitting else []
+    for c in (*best, *found.fitting, *found.rest):
         fits = c.bytes <= wish.memory
         rate = f"{c.rate * samples:.3g}" if fits else "-"
         mark = "*" if fits and c is found.best else " "

@@ -21,6 +21,7 @@ from gems.schedule.passes import lower
 from gems.simulation import simulate
 from gems.timeline import KINDS, Memory
 
+TIE = 1.05  # predictions that are closer than this say nothing
 FEW = 256  # blocks that are cut in any way a search may want
 
 
@@ -86,7 +87,12 @@ class Found:
 
     @property
     def best(self) -> Candidate:
-        return self.fitting[0]
+        """The first; but what is predicted to be as fast, as far as one can tell, and has fewer
+        stages is preferred."""
+        if self.wish.objective != "time":
+            return self.fitting[0]
+        close = [c for c in self.fitting if c.seconds <= TIE * self.fitting[0].seconds]
+        return min(close, key=lambda c: (c.plan.depth, c.plan.cut, c.seconds))
 
 
 def search(
@@ -102,10 +108,10 @@ def search(
     refused: dict[str, str] = {}
     pruned: list[Pruned] = []
     by_time = wish.objective == "time"
-    best = inf
+    best, slack = inf, TIE if by_time else 1.0
     for least_of, predict in _bounded(graph, costs, machine, wish, refused):
         reached = least_of.seconds if by_time else least_of.bytes
-        if reached >= best or least_of.bytes > wish.memory or (enough and fitting):
+        if reached >= slack * best or least_of.bytes > wish.memory or (enough and fitting):
             pruned.append(least_of)
             continue
         try:

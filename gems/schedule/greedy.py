@@ -206,8 +206,10 @@ def times(
     for rank, action in Run(schedule, plan):
         arrivals = (known[f] + travel(f, action, plan, costs) for f in needs(action, plan))
         starts[action] = begin = max([free[rank], *arrivals])
-        price = HALVES if action.kind in (Kind.INPUT, Kind.WEIGHT) else 1.0
-        free[rank] = stops[action] = begin + price * costs[action.stage].of(action.kind.value)
+        cost = costs[action.stage]
+        guessed = action.kind in (Kind.INPUT, Kind.WEIGHT) and cost.halves == 1
+        price = HALVES if guessed else 1.0
+        free[rank] = stops[action] = begin + price * cost.of(action.kind.value)
         known.update(dict.fromkeys(gives(action), free[rank]))
     return starts, stops
 

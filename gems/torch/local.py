@@ -15,9 +15,11 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 
 from gems.machine import Device, Link, Machine
+from gems.torch.spatial.team import Team
+from gems.transport.torchdist import TorchDist
 
-REPEATS, EXCHANGES = 7, 200
-LARGE, SMALL = 16 * 2**20, 8  # bytes of the messages that are timed
+REPEATS, EXCHANGES = 7, 100
+LARGE, SMALL = 4 * 2**20, 64  # bytes of the messages that are timed
 
 
 def measured() -> Machine:
@@ -94,20 +96,17 @@ def _exchange(rank: int, folder: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    work, found = torch.randn(256, 256), []
+    transport = TorchDist(owner=True)
+    team, work, found = Team((2,), (0, 1), rank, transport), torch.randn(512, 512), []
     for size in (SMALL, LARGE):
-        mine, theirs = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
-        waits = []
+        mine, waits = torch.zeros(size, dtype=torch.uint8), 0.0
         for _ in range(EXCHANGES):
             torch.mm(work, work)
             start = perf_counter()
-            handles = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
-            for handle in handles:
-                if handle is not None:
-                    handle.wait()
-            waits.append(perf_counter() - start)
-        found.append(sum(waits) / len(waits))
+            team.rows(mine)
+            waits += perf_counter() - start
+        found.append(waits / EXCHANGES)
     if rank == 0:
         (Path(folder) / "seconds").write_text(" ".join(map(str, found)))
-    dist.barrier()
-    dist.destroy_process_group()
+    transport.gather(rank)
+    transport.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def plan(
     memory: str | float | None = None,
     micro_batches: int = 0,
     objective: str = "time",
-    costs: str = "estimate",
+    costs: str = "auto",
     state: float = 2.0,
 ) -> Plan:
     """The best plan for `model` on inputs like `sample`; `plan.explain()` says why.
@@ -46,7 +47,8 @@ def plan(
     micro_batches  of one step, over all copies; two per rank if left out
     objective      `time`; `memory`; or `image`, the largest image that fits: then the sample's own
                    size does not matter, and `plan.why` says the size
-    costs          `estimate`, nothing is run; or `measure`, on the device of this process
+    costs          `estimate`, nothing is run; `measure`, on this computer; `auto` measures if the
+                   machine is `local`
     state          what the optimizer keeps per parameter, in units of its gradient: Adam 2
     """
     if objective not in OBJECTIVES:
@@ -62,13 +64,9 @@ def plan(
     )
     study = Study(model, sample, on, costs)
     if objective == "image":
-        side = study.largest_side(wish)
-        study = study.at(side)
+        study = study.at(study.largest_side(wish))
         wish = replace(wish, objective="time")
-    found = study.search(wish)
-    best = chosen(found, "" if found.fitting else study.hint(wish))
-    why = f"images of {study.size}\n" + explain(found, study.samples)
-    return replace(best.plan, why=why)
+    return study.plan(wish)
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,26 @@ class Study:
     model: nn.Module | Sequence[nn.Module]
     sample: Any
     machine: Machine
-    costs: str = "estimate"
+    costs: str = "auto"
 
+    @cached_property
     def graph(self) -> tuple[Graph, Costs]:
+        """What the model is, and what its blocks cost."""
         traced = trace(self.model, self.sample)
         module, _ = as_module(self.model)
         graph = with_halos(traced, module)
-        if self.costs == "measure":
+        if self.costs == "measure" or (self.costs == "auto" and self.machine.name == "local"):
             return graph, measure(traced, module, torch.device("cpu"))
         return graph, estimate(graph, self.machine)
 
     def search(self, wish: Wish, *, enough: bool = False) -> Found:
-        return search(*self.graph(), self.machine, wish, enough=enough)
+        return search(*self.graph, self.machine, wish, enough=enough)
+
+    def plan(self, wish: Wish) -> Plan:
+        """The best plan, which says why; an error says what would fit."""
+        found = self.search(wish)
+        best = chosen(found, "" if found.fitting else self.hint(wish))
+        return replace(best.plan, why=f"images of {self.size}\n" + explain(found, self.samples))
 
     # --- other sizes ----------------------------------------------------------------------------
 

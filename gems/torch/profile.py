@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from gems.costs import Costs
+from gems.costs import Cost, Costs, together
 from gems.estimate import estimate
 from gems.machine import machine
 from gems.torch.calls import Attr, Call, Record, Ref, is_place
@@ -23,22 +24,23 @@ REPEATS = 5
 
 
 def measure(traced: Trace, model: nn.Module, device: torch.device) -> Costs:
-    """Seconds of every block, the best of a few runs; bytes as in the estimate.
+    """Seconds of every block, the middle of a few runs; bytes as in the estimate.
 
     Two calls of the same kind, shapes and settings are measured once.
     """
     guess = estimate(traced.graph, machine("cpu"))
-    known: dict[str, tuple[float, float, float]] = {}
+    known: dict[str, Cost] = {}
     items = []
     for i, cost in enumerate(guess.items):
-        seconds = [0.0, 0.0, 0.0]
+        found = []
         for call in traced.calls(i):
             signature = _signature(call, traced.record, model)
             if signature not in known:
                 known[signature] = _time(call, traced.record, model, device)
-            seconds = [a + b for a, b in zip(seconds, known[signature], strict=True)]
-        f, through, learns = seconds
-        items.append(replace(cost, f=f, i=through, w=learns, launch=min(cost.launch, f)))
+            found.append(known[signature])
+        block = together(found)
+        seconds = {name: getattr(block, name) for name in ("f", "i", "w", "halves")}
+        items.append(replace(cost, **seconds, launch=min(cost.launch, block.f)))
     return Costs(tuple(items))
 
 
@@ -54,23 +56,31 @@ def _signature(call: Call, record: Record, model: nn.Module) -> str:
     return f"{what} {parts!r} {[record.values[n].shape for n in call.writes]}"
 
 
-def _time(
-    call: Call, record: Record, model: nn.Module, device: torch.device
-) -> tuple[float, float, float]:
-    """Forward, input gradient and weight gradient: what backward takes more with weights than
-    without them."""
+def _time(call: Call, record: Record, model: nn.Module, device: torch.device) -> Cost:
+    """Forward, input gradient and weight gradient; and what both cost more if done apart."""
+
+    def run(through: bool, learns: bool) -> tuple[float, float]:
+        return _run(call, record, model, device, through=through, learns=learns)
+
     module = model.get_submodule(call.module) if call.module is not None else nn.Module()
+    f, i = run(True, False)
     if not call.attrs and not any(p.requires_grad for p in module.parameters()):
-        return *_run(call, record, model, device, learns=False), 0.0
-    f, both = _run(call, record, model, device, learns=True)
-    _, through = _run(call, record, model, device, learns=False)
-    return f, min(through, both), max(both - through, 0.0)
+        return Cost(f, i, 0.0, 0.0)
+    (f, both), (_, w) = run(True, True), run(False, True)
+    i = min(i, both)
+    return Cost(f, i, both - i, 0.0, halves=max((i + w) / both, 1.0) if i and both else 1.0)
 
 
 def _run(
-    call: Call, record: Record, model: nn.Module, device: torch.device, *, learns: bool
+    call: Call,
+    record: Record,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    through: bool,
+    learns: bool,
 ) -> tuple[float, float]:
-    """Forward and backward of a call on noise, the best of a few."""
+    """Forward and backward of a call on noise, to its inputs and to its weights, as wanted."""
     target: Any = call.function
     if call.module is not None:
         target = copy.deepcopy(model.get_submodule(call.module)).to_empty(device=device)
@@ -92,11 +102,11 @@ def _run(
         if not dtype.is_floating_point:
             return made.zero_()
         made.normal_()
-        return made.requires_grad_(True).view_as(made) if value.grad else made
+        return made.requires_grad_(True).view_as(made) if value.grad and through else made
 
     given = pytree.tree_map(noise, (call.args, call.kwargs), is_leaf=is_place)
     own = list(target.parameters()) if isinstance(target, nn.Module) else []
-    forward = backward = float("inf")
+    forward, backward = [], []
     for _ in range(REPEATS):
         args, kwargs = pytree.tree_map(_writable, given)
         wanted = [x for x in (*pytree.tree_leaves((args, kwargs)), *own) if _wants(x)]
@@ -104,11 +114,10 @@ def _run(
         start = _now(device)
         with torch.set_grad_enabled(call.grad):
             result = target(*args, **kwargs)
-        middle = _now(device)
+        forward.append(_now(device) - start)
         roots = [x for x in pytree.tree_leaves(result) if _wants(x)]
-        forward = min(forward, middle - start)
-        backward = min(backward, _backward(roots, ends, device))
-    return forward, max(backward - _start_of_backward(device), 0.0)
+        backward.append(_backward(roots, ends, device))
+    return median(forward), max(median(backward) - _start_of_backward(device), 0.0)
 
 
 def _backward(roots: list[torch.Tensor], ends: list[Any], device: torch.device) -> float:

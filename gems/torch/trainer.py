@@ -75,7 +75,8 @@ class Trainer:
     sample       inputs of one micro-batch, for their shapes: a tensor, a tuple or a dict
     plan         a gems.Plan, a file of one, or "auto"
     memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans and schedules
-    costs        what blocks cost: "estimate", "measure" (run each once here), or a gems.Costs
+    costs        what blocks cost: "estimate"; "measure", which runs each distinct one; gems.Costs;
+                 or "auto", which measures on GPUs and for plan="auto"
     machine      what estimates and "auto" plans are for: a preset, a file of one, or a Machine
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
@@ -94,7 +95,7 @@ class Trainer:
         plan: Plan | str | Path = "auto",
         *,
         memory: str | float | None = None,
-        costs: str | Costs = "estimate",
+        costs: str | Costs = "auto",
         machine: str | Path | machines.Machine = "cpu",
         schedule: Schedule | None = None,
         precision: str = "fp32",
@@ -159,7 +160,7 @@ class Trainer:
         self.leaves = traced.record.leaves
         if plan == "auto" or (isinstance(plan, Plan) and plan.cut):
             traced = replace(traced, graph=with_halos(traced, self.model))
-        blocks = self._block_costs(costs, traced)
+        blocks = self._block_costs(costs, traced, planned=plan == "auto")
         plan = self._chosen(plan, traced, blocks)
         if plan.world != self.transport.world:
             raise PlanError(
@@ -208,13 +209,15 @@ class Trainer:
         with torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             return trace(self.model, sample, device=self.device, leaves=self.leaves, twice=True)
 
-    def _block_costs(self, costs: str | Costs, traced: Trace) -> Costs:
+    def _block_costs(self, costs: str | Costs, traced: Trace, planned: bool) -> Costs:
         if isinstance(costs, Costs):
             if len(costs) != len(traced.graph.blocks):
                 raise PlanError(
                     f"costs are of {len(costs)} blocks, the model has {len(traced.graph.blocks)}"
                 )
             return costs
+        if costs == "auto":
+            costs = "measure" if self.device.type == "cuda" or planned else "estimate"
         if costs == "measure":
             # All at once: what a rank takes depends on what the others of its host are doing.
             found = self.transport.gather(measure(traced, self.model, self.device))
@@ -222,7 +225,9 @@ class Trainer:
                 raise PeerError(f"rank {failed[0]} could not measure the model: {found[failed[0]]}")
             return mean(found)
         if costs != "estimate":
-            raise PlanError(f"costs is {costs!r}; give 'estimate', 'measure' or a gems.Costs")
+            raise PlanError(
+                f"costs is {costs!r}; give 'auto', 'estimate', 'measure' or a gems.Costs"
+            )
         return estimate(traced.graph, self.machine)
 
     def _chosen(self, plan: Plan | str | Path, traced: Trace, blocks: Costs) -> Plan:
