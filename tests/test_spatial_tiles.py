@@ -65,6 +65,14 @@ def test_a_tile_is_convolved_where_it_lies_while_strips_travel() -> None:
     assert list(done.values()) == [there + back] * 2
 
 
+def test_a_tile_without_cells_may_have_outputs_that_read_the_border_and_others() -> None:
+    # A tile of no columns was convolved where it lay, which ATen refuses.
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 6, (3, 1), stride=(3, 2), padding=(4, 1), dilation=(2, 3))
+    plain = Plain(nn.Sequential(nn.AvgPool2d(1), layer), torch.randn(3, 3, 11, 8))
+    plain.cut((2, 2), points=[[4], [0]])
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_weight_gradients_of_tiles_wait_for_their_turn(bias: bool) -> None:
     """Where a schedule splits backward, a cut convolution computes its weight gradient in W."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from gems.files import to_json, write
 from gems.graph import Graph
 from gems.machine import Machine, bytes_of, machine
 from gems.planner.assign import assign, stages
-from gems.planner.search import Wish
 from gems.plans import Plan
 from gems.price import price
 
@@ -56,15 +54,10 @@ def run(given: argparse.Namespace) -> int:
     on = machine(given.machine)
     study = studied(given, on)
     if given.auto:
-        wish = Wish(
-            ranks=given.auto,
-            memory=bytes_of(given.memory) if given.memory else on.device.memory,
-            micro_batches=given.micro_batches or 2 * given.auto,
-            objective="time" if given.objective == "time" else "memory",
-        )
-        if given.objective == "image":
-            study, wish = study.at(study.largest_side(wish)), replace(wish, objective="time")
-        plan = study.plan(wish)
+        from gems.torch.planning import choose
+
+        options = (given.memory, given.micro_batches, given.objective)
+        plan, study = choose(study, given.auto, *options)
         print(plan.explain())
     elif given.objective != "time" or given.micro_batches:
         raise PlanError("--objective and --micro-batches are for the planner: give --auto too")

@@ -198,19 +198,15 @@ def by_weight(
     """The stage of every block, with even `time` or `memory` on the ranks of all stages.
 
     `speeds` says how many ranks run each stage together. The first `spatial` stages end before the
-    first block that cannot be cut. If a stage keeps `keeps[s]` micro-batches for backward, and must
-    do with `cap` bytes, time is evened out under that.
+    first block that cannot be cut, if they can. If a stage keeps `keeps[s]` micro-batches for
+    backward, and must do with `cap` bytes, time is evened out under that.
     """
     whole = next((i for i, b in enumerate(graph.blocks) if b.whole), len(graph.blocks))
     stage_of = _even(graph, costs, range(len(graph.blocks)), parts, what, speeds, keeps, cap)
     if not spatial or all(stage >= spatial for stage in stage_of[whole:]):
         return stage_of
     if whole < spatial or parts == spatial:
-        raise PlanError(
-            f"{graph.blocks[whole].name} cannot be cut, so the spatial stages must end before it; "
-            f"that leaves {whole} blocks for {spatial} of them"
-            + ("" if parts > spatial else ", and no stage for the rest: give one more")
-        )
+        return stage_of  # who cuts the stages refuses it, and knows why
     sizes = list(speeds or (1,) * parts)
     kept = list(keeps or (1.0,) * parts)
     first = _even(graph, costs, range(whole), spatial, what, sizes[:spatial], kept[:spatial], cap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -174,6 +174,7 @@ def _cut(
         shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, cap, order)
         if shape not in known:
             stage_of = stages(plan, graph, costs, cap)
+            _refuse_whole(plan, graph, stage_of)
             given = written(plan, graph, stage_of)
             known[shape] = (given, price(costs, graph, stage_of, given, machine))
         given, staged = known[shape]
@@ -181,6 +182,13 @@ def _cut(
         if cap is not None or _least_bytes(cut, staged, wish) <= wish.memory:
             return cut, staged
     raise AssertionError("the second cut is returned whatever it takes")
+
+
+def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
+    for block, stage in zip(graph.blocks, stage_of, strict=True):
+        grid = plan.grids[stage]
+        if block.whole and grid.tiles and grid.size > 1:
+            raise PlanError(f"{block.name} cannot be cut, and stage {stage} would be")
 
 
 def _state(cost: Cost, wish: Wish) -> float:

@@ -51,22 +51,34 @@ def plan(
                    machine is `local`
     state          what the optimizer keeps per parameter, in units of its gradient: Adam 2
     """
+    on = machine_of(machine) if not isinstance(machine, Machine) else machine
+    study = Study(model, sample, on, costs)
+    return choose(study, ranks, memory, micro_batches, objective, state)[0]
+
+
+def choose(
+    study: Study,
+    ranks: int,
+    memory: str | float | None = None,
+    micro_batches: int = 0,
+    objective: str = "time",
+    state: float = 2.0,
+) -> tuple[Plan, Study]:
+    """The best plan of a study, and the study of the images that it is for."""
     if objective not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise PlanError(f"objective {objective!r} is unknown; choose one of {known}")
-    on = machine_of(machine) if not isinstance(machine, Machine) else machine
     wish = Wish(
         ranks=ranks,
-        memory=on.device.memory if memory is None else bytes_of(memory),
+        memory=study.machine.device.memory if memory is None else bytes_of(memory),
         micro_batches=micro_batches or 2 * ranks,
         objective="time" if objective == "time" else "memory",
         state=state,
     )
-    study = Study(model, sample, on, costs)
     if objective == "image":
         study = study.at(study.largest_side(wish))
         wish = replace(wish, objective="time")
-    return study.plan(wish)
+    return study.plan(wish), study
 
 
 @dataclass(frozen=True)
@@ -127,10 +139,11 @@ class Study:
         """The largest square (or cubic) image for which some plan fits."""
         if not self.images:
             raise PlanError("the sample holds no image, a tensor of three dims or more")
+        paper = replace(self, costs="estimate")  # what fits does not depend on seconds
 
         def fits(side: int) -> bool:
             try:
-                return bool(self.at(side).search(wish, enough=True).fitting)
+                return bool(paper.at(side).search(wish, enough=True).fitting)
             except GemsError:  # too small for the network, or more tiles than pixels
                 return False
 

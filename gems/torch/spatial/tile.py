@@ -172,7 +172,7 @@ def apart(
     layout, out = site.layouts[name], site.out()
     have, want = layout.boxes(), layout.boxes(clipped(site.wants[name], layout))
     own, mine = have[site.team.me], want[site.team.me]
-    if out.empty or all(w in h for w, h in zip(want, have, strict=True)):
+    if own.empty or out.empty or all(w in h for w, h in zip(want, have, strict=True)):
         return None
     padding = list(kernel.padding)
     for window, dim in zip(windows, layout.dims, strict=True):
