@@ -342,3 +342,10 @@ def test_an_edited_plan_is_told_all_that_is_wrong_with_it(
     both = told(('"local_dp": 1', '"local_dp": 0'), ('"stashes": 0', '"stashes": -1'))
     assert "local_dp" in both and "stashes is -1" in both, "all faults at once"
     assert "but with these stages the model sends" in told(('"edges": [[0, 1]]', '"edges": []'))
+
+
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_more_stages_than_blocks_are_refused_however_they_are_evened_out(balance: str) -> None:
+    graph = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 1, 3, 8, 8)
+    with pytest.raises(PlanError, match="2 blocks cannot fill 3 stages"):
+        stages(Plan(stages=3, balance=balance), graph, estimate(graph, V100))

@@ -32,11 +32,6 @@ def cut(
     every run must have room for its bytes; if there is no such cut, bytes are evened out instead.
     """
     n = len(weights)
-    if n < parts:
-        raise PlanError(
-            f"{n} blocks cannot fill {parts} stages; use fewer stages, or a model that is recorded "
-            "in smaller pieces"
-        )
     speeds, whole = speeds or (1,) * parts, whole or (0.0,) * n
     items = list(zip(weights, whole, strict=True))
     of_speed = {
@@ -45,9 +40,19 @@ def cut(
     }
     sums = [of_speed[speed] for speed in speeds]
     held = [[0.0, *accumulate(row)] for row in room.bytes] if room else None
-    starts = Runs(sums, held, room.cap if room else inf).cheapest(crossing)
-    if starts is None and held:
-        starts = Runs(held).cheapest(crossing)
+    fitting = Runs(sums, held, room.cap).cheapest(crossing) if room else None
+    return fitting or evened(held or sums, crossing)
+
+
+def evened(sums: Sequence[Sequence[float]], crossing: Sequence[float]) -> list[int]:
+    """Starts of runs with the smallest largest load; `sums[k]` adds up the weights in run k."""
+    n, parts = len(sums[0]) - 1, len(sums)
+    if n < parts:
+        raise PlanError(
+            f"{n} blocks cannot fill {parts} stages; use fewer stages, or a model that is recorded "
+            "in smaller pieces"
+        )
+    starts = Runs(sums).cheapest(crossing)
     assert starts is not None, "without a cap there is a cut, for there are items enough"
     return starts
 
@@ -237,8 +242,7 @@ def _even(
     rows = [[k * s / n + held for s, held in zip(stash, state, strict=True)] for k, n in pairs]
     crossing = crossing_bytes(graph)[blocks.start : blocks.stop]
     if what == "memory":
-        starts = Runs([[0.0, *accumulate(row)] for row in rows]).cheapest(crossing)
-        assert starts is not None, "without a cap there is a cut, for there are items enough"
+        starts = evened([[0.0, *accumulate(row)] for row in rows], crossing)
     else:
         room = Room(rows, cap) if cap is not None else None
         starts = cut([cost.seconds for cost in items], crossing, parts, speeds, room=room)

@@ -19,7 +19,7 @@ from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.estimate import estimate
 from gems.files import from_json
-from gems.planner.assign import assign, stages
+from gems.planner.assign import stages, written
 from gems.planner.explain import chosen, explain
 from gems.planner.search import Wish, search
 from gems.plans import Plan
@@ -168,7 +168,7 @@ class Trainer:
                 f", but {self.transport.world} were started; start {plan.world}, or change the plan"
             )
         stage_of = stages(plan, traced.graph, blocks, self.memory)
-        self.plan = plan = assign(plan, traced.graph, blocks, self.memory)
+        self.plan = plan = written(plan, traced.graph, stage_of)
         self.costs = price(blocks, traced.graph, stage_of, plan, self.machine)
         if schedule is None:
             self.schedule = lowered(plan, self.costs, self._stash_limit())
