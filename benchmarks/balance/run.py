@@ -12,9 +12,8 @@ import argparse
 import os
 from statistics import median
 
-from benchmarks.balance.steps import SPLITS, step
+from benchmarks.balance.steps import NETWORKS, SPLITS, step
 from benchmarks.pipeline.ranks import Ranks
-from benchmarks.prediction.pairs import NETWORKS
 from benchmarks.where import where
 
 WARM = 2
@@ -45,7 +44,7 @@ def rows(network: str, size: int, repeats: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="turns each way takes")
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:3], choices=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     given = parser.parse_args()
     print(where())
     print("| network | ranks | cut by | images/s | x | fullest rank, MB | mean, MB |")

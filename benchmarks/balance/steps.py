@@ -6,10 +6,9 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
-from benchmarks.prediction.pairs import NETWORKS
-from gems.machine import machine
+from benchmarks.prediction.pairs import NETWORKS as EVEN
+from benchmarks.prediction.pairs import UNEVEN
 from gems.plans import Plan
 from gems.simulation import virtual
 from gems.timeline import Memory
@@ -17,6 +16,7 @@ from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
 
 M = 8
+NETWORKS = UNEVEN | {"ResNet-20 v1, 192 px": EVEN["ResNet-20 v1, 192 px"]}
 SPLITS = ("equal layers", "time, estimated", "time, measured", "memory")
 
 
@@ -25,7 +25,7 @@ def _plan(network: str, split: str, stages: int) -> Plan:
     if split == "equal layers":
         net = NETWORKS[network]
         with torch.device("meta"):
-            graph = trace(net.make(), torch.empty(1, 3, net.side, net.side, device="meta")).graph
+            graph = trace(net.make(), net.sample(M)).graph
         count, more = divmod(len(graph.layers), stages)
         balance = tuple(count + (s < more) for s in range(stages))
     return Plan(stages=stages, micro_batches=M, schedule="1f1b", balance=balance)
@@ -33,25 +33,15 @@ def _plan(network: str, split: str, stages: int) -> Plan:
 
 @cache
 def _trainer(network: str, split: str) -> Trainer:
-    net = NETWORKS[network]
-    torch.manual_seed(0)
-    return Trainer(
-        net.make(),
-        cross_entropy,
-        lambda p: torch.optim.SGD(p, 0.0, momentum=0.9),
-        torch.empty(net.samples // M, 3, net.side, net.side),
-        _plan(network, split, dist.get_world_size()),
-        costs="measure" if split == "time, measured" else "estimate",
-        machine=machine("local"),
-    )
+    plan = _plan(network, split, dist.get_world_size())
+    costs = "measure" if split == "time, measured" else "estimate"
+    return NETWORKS[network].trainer(plan, costs=costs)
 
 
 def step(network: str, split: str) -> tuple[float, float, Memory]:
     """Seconds of a step by the wall and in virtual time, and this rank's peak."""
-    trainer, net = _trainer(network, split), NETWORKS[network]
-    draw = torch.Generator().manual_seed(1)
-    images = torch.randn((net.samples, 3, net.side, net.side), generator=draw)
-    labels = torch.randint(net.classes, (net.samples,), generator=draw)
+    trainer = _trainer(network, split)
+    images, labels = NETWORKS[network].batch()
     dist.barrier()
     trainer.step(images, labels)
     timeline = trainer.timeline()

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from gems.machine import machine
 from gems.models import build
 from gems.plans import Plan
+from gems.torch.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,28 @@ class Network:
     samples: int
     side: int
     classes: int = 10
+
+    def sample(self, micro_batches: int) -> torch.Tensor:
+        return torch.empty(self.samples // micro_batches, 3, self.side, self.side)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same on every rank, in every step."""
+        draw = torch.Generator().manual_seed(1)
+        images = torch.randn((self.samples, 3, self.side, self.side), generator=draw)
+        return images, torch.randint(self.classes, (self.samples,), generator=draw)
+
+    def trainer(self, plan: Plan, **options: Any) -> Trainer:
+        """On this computer. The learning rate is 0: every step does the same."""
+        torch.manual_seed(0)
+        return Trainer(
+            self.make(),
+            cross_entropy,
+            lambda p: torch.optim.SGD(p, 0.0, momentum=0.9),
+            self.sample(plan.total),
+            plan,
+            machine=machine("local"),
+            **options,
+        )
 
 
 NETWORKS = {
@@ -31,6 +57,11 @@ NETWORKS = {
         192,
     ),
     "DenseNet-121, 128 px": Network(lambda: build("densenet121"), 8, 128, 1000),
+}
+# Their layers differ more in what they cost.
+UNEVEN = {
+    "DenseNet-121, 128 px": NETWORKS["DenseNet-121, 128 px"],
+    "EfficientNet-B0, 160 px": Network(lambda: build("efficientnet_b0", num_classes=10), 8, 160),
 }
 
 M = 4

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy
 
 from benchmarks.prediction.pairs import NETWORKS, plan
-from gems.machine import machine
 from gems.simulation import simulate
 from gems.timeline import Timeline
 from gems.torch.trainer import Trainer
@@ -17,18 +14,7 @@ from gems.torch.trainer import Trainer
 
 @cache
 def _trainer(network: str, planned: str) -> Trainer:
-    net, chosen = NETWORKS[network], plan(planned)
-    torch.manual_seed(0)
-    shape = (net.samples // chosen.total, 3, net.side, net.side)
-    return Trainer(
-        net.make(),
-        cross_entropy,
-        lambda p: torch.optim.SGD(p, 0.0, momentum=0.9),
-        torch.empty(shape),
-        chosen,
-        costs="measure",
-        machine=machine("local"),
-    )
+    return NETWORKS[network].trainer(plan(planned), costs="measure")
 
 
 def predicted(network: str, planned: str) -> Timeline:
@@ -38,10 +24,8 @@ def predicted(network: str, planned: str) -> Timeline:
 
 def measured(network: str, planned: str) -> Timeline:
     """One step; all ranks have the whole timeline."""
-    trainer, net = _trainer(network, planned), NETWORKS[network]
-    draw = torch.Generator().manual_seed(1)
-    images = torch.randn((net.samples, 3, net.side, net.side), generator=draw)
-    labels = torch.randint(net.classes, (net.samples,), generator=draw)
+    trainer = _trainer(network, planned)
+    images, labels = NETWORKS[network].batch()
     if dist.get_world_size() > 1:
         dist.barrier()
     trainer.step(images, labels)

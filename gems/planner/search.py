@@ -96,11 +96,17 @@ class Found:
 
 
 def search(
-    graph: Graph, costs: Costs, machine: Machine, wish: Wish, *, enough: bool = False
+    graph: Graph,
+    costs: Costs,
+    machine: Machine,
+    wish: Wish,
+    *,
+    enough: bool = False,
+    prune: bool = True,
 ) -> Found:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
-    If any plan that fits is `enough`, stop at the first.
+    If any plan that fits is `enough`, stop at the first. Without `prune`, none is left out.
     """
     graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks))
     fitting: list[Candidate] = []
@@ -111,7 +117,8 @@ def search(
     best, slack = inf, TIE if by_time else 1.0
     for least_of, predict in _bounded(graph, costs, machine, wish, refused):
         reached = least_of.seconds if by_time else least_of.bytes
-        if reached >= slack * best or least_of.bytes > wish.memory or (enough and fitting):
+        hopeless = reached >= slack * best or least_of.bytes > wish.memory
+        if (prune and hopeless) or (enough and fitting):
             pruned.append(least_of)
             continue
         try:

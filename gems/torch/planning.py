@@ -100,8 +100,8 @@ class Study:
             return graph, measure(traced, module, torch.device("cpu"))
         return graph, estimate(graph, self.machine)
 
-    def search(self, wish: Wish, *, enough: bool = False) -> Found:
-        return search(*self.graph, self.machine, wish, enough=enough)
+    def search(self, wish: Wish, *, enough: bool = False, prune: bool = True) -> Found:
+        return search(*self.graph, self.machine, wish, enough=enough, prune=prune)
 
     def plan(self, wish: Wish) -> Plan:
         """The best plan, which says why; an error says what would fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from gems.torch.trace import Trace
 from gems.transport.core import Transport
 
 Initialize = Callable[[nn.Module], None]
+_drawing = threading.Lock()  # ranks may be threads, which share torch's generator
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,17 @@ def _initialize(
                 (path or "the model itself" for path in unknown),
             )
         )
-    state = torch.get_rng_state()
-    try:
-        for path, module in fresh.items():
-            torch.manual_seed(key(seed, "initialize", path))
-            reset = initialize or _own_reset(module)
-            assert reset is not None
-            with torch.no_grad():
-                reset(module)
-    finally:
-        torch.set_rng_state(state)
+    with _drawing:
+        state = torch.get_rng_state()
+        try:
+            for path, module in fresh.items():
+                torch.manual_seed(key(seed, "initialize", path))
+                reset = initialize or _own_reset(module)
+                assert reset is not None
+                with torch.no_grad():
+                    reset(module)
+        finally:
+            torch.set_rng_state(state)
 
 
 def _own_reset(module: nn.Module) -> Initialize | None:
