@@ -22,18 +22,18 @@ def test_a_table_is_markdown() -> None:
 # --- torchgpipe -----------------------------------------------------------------------------------
 
 
-def test_torchgpipe_on_two_p40s_is_predicted_within_5_percent_with_nothing_fitted() -> None:
+def test_torchgpipe_on_two_p40s_is_predicted_once_its_first_setting_is_fitted() -> None:
     found = {key: torchgpipe.images(*key) for key in ((2, 1), (2, 32))}
-    assert found == pytest.approx({(2, 1): 25.76, (2, 32): 45.08}, rel=1e-3)
+    assert found == pytest.approx({(2, 1): 26.64, (2, 32): 46.68}, rel=1e-3)
     assert all(abs(off(x, torchgpipe.SETTINGS[k].images)) < 0.05 for k, x in found.items())
-    assert torchgpipe.errors(found) == pytest.approx({(2, 32): -0.017}, abs=1e-3)
+    assert torchgpipe.errors(found) == pytest.approx({(2, 32): -0.015}, abs=1e-3)
 
 
 def test_eight_p40s_are_predicted_within_3_percent_with_the_published_cut_but_not_with_ours() -> (
     None
 ):
     published = torchgpipe.SETTINGS[8, 32].images
-    assert off(torchgpipe.images(8, 32), published) == pytest.approx(-0.029, abs=1e-3)
+    assert off(torchgpipe.images(8, 32), published) == pytest.approx(0.020, abs=1e-3)
     ours = torchgpipe.images(8, 32, torchgpipe.Reading(our_cut=True))
     assert off(ours, published) > 0.1  # our cut is more even than the one that was measured
 
@@ -85,11 +85,11 @@ def test_tiles_over_layers_of_resnet_and_amoebanet() -> None:
     resnet, amoeba = (hyfi.graph(name) for name in list(hyfi.PUBLISHED)[:2])
     assert by_count(resnet, 2) == (19, 19) and by_count(amoeba, 5) == (4, 4, 4, 4, 8)
     preset = [hyfi.ratio(graph, hyfi.V100) for graph in (resnet, amoeba)]
-    assert preset == pytest.approx([1.801, 1.767], abs=5e-3)
+    assert preset == pytest.approx([1.732, 1.734], abs=5e-3)
     assert off(preset[1], hyfi.PUBLISHED[hyfi.FITTED_ON]) < -0.2, "a miss, unless fitted"
 
     memory = hyfi.fitted()
-    assert memory == hyfi.V100.device.memory_efficiency / 2**5
+    assert memory == hyfi.V100.device.memory_efficiency / 2**6
     fit = [hyfi.ratio(graph, hyfi.with_efficiencies(memory=memory)) for graph in (resnet, amoeba)]
     assert fit == pytest.approx([2.010, 2.291], abs=5e-3)
     assert abs(off(fit[0], hyfi.PUBLISHED["ResNet-110-v2"])) < 0.1, "predicted, not fitted"
@@ -105,7 +105,7 @@ def test_master_over_layer_parallelism_is_what_was_derived(p: int) -> None:
 
 
 def test_the_order_alone_does_not_make_master_as_fast_as_published() -> None:
-    assert master.of_resnet(4, 8) == pytest.approx(1.37, abs=5e-3)
+    assert master.of_resnet(4, 8) == pytest.approx(1.342, abs=5e-3)
     assert master.for_ever(1024) < 1.5 < master.PUBLISHED["MASTER"]
 
 
@@ -113,8 +113,8 @@ def test_copies_of_hybrid_cost_only_their_sums() -> None:
     """ResNet-110 on 32 ranks in place of ResNet-1001 on 1,024."""
     graph = network("resnet110_v2", 224)
     beside, after = hybrid.efficiency(graph, 8)
-    assert beside == pytest.approx(0.9993, abs=1e-4)
-    assert after == pytest.approx(0.9857, abs=1e-4)
+    assert beside == pytest.approx(0.99915, abs=1e-4)
+    assert after == pytest.approx(0.9842, abs=1e-4)
     assert hybrid.step(graph, 8).actions == 8 * hybrid.step(graph, 1).actions
 
 

@@ -12,7 +12,7 @@ from gems.costs import Costs
 from gems.estimate import estimate
 from gems.graph import Graph
 from gems.machine import Machine
-from gems.planner.assign import assign, stages
+from gems.planner.assign import stages, written
 from gems.plans import Plan
 from gems.price import price
 from gems.schedule.build import lowered
@@ -34,7 +34,7 @@ def priced(graph: Graph, plan: Plan, on: Machine) -> tuple[Plan, Costs]:
     """The plan with its stages written out, and what each costs."""
     blocks = estimate(graph, on)
     stage_of = stages(plan, graph, blocks)
-    plan = assign(plan, graph, blocks)
+    plan = written(plan, graph, stage_of)
     return plan, price(blocks, graph, stage_of, plan, on)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gems.cli.options import add_model, add_plan, plan_from, studied
+from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
 from gems.cli.simulate import predicted
 from gems.costs import unit
 from gems.draw.chrome import chrome
@@ -26,7 +26,7 @@ from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, faults
 from gems.files import from_json, write
-from gems.machine import MACHINES, machine
+from gems.machine import machine
 from gems.planner.assign import stages
 from gems.plans import Plan
 from gems.schedule.build import lowered
@@ -92,10 +92,8 @@ def add(commands: Any) -> None:
     put("--title", metavar="TEXT", help="over the pictures (default: model and schedule, or file)")
     put("--actions", action="store_true", help="print the schedule as text, which parses back")
     put("--width", type=int, default=120, metavar="N", help="columns of the text (default 120)")
-    put(
-        "--machine",
-        choices=sorted(MACHINES),
-        help="what the model is estimated on (default: unit costs; with --cut, cpu)",
+    add_machine(
+        parser, "what the model is estimated on (default: unit costs; with --cut, cpu)", None
     )
     add_plan(parser)
     add_model(parser)

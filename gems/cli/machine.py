@@ -10,7 +10,7 @@ from gems.cli.options import add_machine
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.files import to_json, write
-from gems.machine import LOCAL, Machine, machine
+from gems.machine import LOCAL, Link, Machine, machine
 
 
 def add(commands: Any) -> None:
@@ -46,16 +46,14 @@ def _shown(found: Machine) -> str:
         ("arithmetic", f"{d.flops / 1e12:.3g} TFLOP/s, {d.compute_efficiency:.0%} reached"),
         ("memory", f"{size(d.memory)}, {d.bandwidth / 1e9:.3g} GB/s, {d.memory_efficiency:.0%}"),
         ("launch", seconds(d.launch)),
-        ("link", f"{found.link.bandwidth / 1e9:.3g} GB/s after {seconds(found.link.latency)}"),
+        ("link", _link(found.link)),
     ]
     if found.node is not None:
         rows.append(("node", f"{found.node} devices"))
     if found.between is not None:
-        between = found.between
-        rows.append(
-            (
-                "between nodes",
-                f"{between.bandwidth / 1e9:.3g} GB/s after {seconds(between.latency)}",
-            )
-        )
+        rows.append(("between nodes", _link(found.between)))
     return table(rows, ("", found.name))
+
+
+def _link(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:.3g} GB/s after {seconds(link.latency)}"

@@ -206,11 +206,10 @@ def _own(name: str) -> Any:
 
 def micro_batch(given: argparse.Namespace) -> int:
     """Samples of one micro-batch."""
-    if given.batch_size % given.parts:
-        raise PlanError(
-            f"--batch-size {given.batch_size} is not a multiple of --parts {given.parts}"
-        )
-    return given.batch_size // given.parts
+    parts = getattr(given, "parts", 1)
+    if given.batch_size % parts:
+        raise PlanError(f"--batch-size {given.batch_size} is not a multiple of --parts {parts}")
+    return given.batch_size // parts
 
 
 def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
@@ -219,8 +218,7 @@ def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
 
     with torch.device("meta"):
         model = model_from(given)
-    samples = getattr(given, "batch_size", 1)
-    sample = torch.empty(samples, 3, given.image_size, given.image_size, device="meta")
+    sample = torch.empty(micro_batch(given), 3, given.image_size, given.image_size, device="meta")
     return model.train(), sample
 
 

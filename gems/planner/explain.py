@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
@@ -14,9 +16,15 @@ def describe(plan: Plan) -> str:
     both = " both ways" if plan.bidirectional and plan.schedule not in BIDIRECTIONAL else ""
     copies = f"{plan.data} copies of " if plan.data > 1 else ""
     stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
-    cut = " (" + ", ".join(map(str, plan.grids)) + ")" if plan.cut else ""
+    cut = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
     ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
     return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}"
+
+
+def _runs(words: list[str]) -> str:
+    """`2x2, whole, whole, whole` in fewer words: `2x2, 3 whole`."""
+    counted = [(word, len(list(run))) for word, run in groupby(words)]
+    return ", ".join(word if n == 1 else f"{n} {word}" for word, n in counted)
 
 
 COLUMNS = ("", "family", "best of it", "samples/s", "needs", "idle", "limited by")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from gems.costs import Cost, Costs
 from gems.errors import PlanError
@@ -37,6 +38,14 @@ class Wish:
     micro_batches: int
     objective: str = "time"
     state: float = 2.0
+
+    @classmethod
+    def on(
+        cls, machine: Machine, ranks: int, memory: float | None, micro_batches: int = 0, **rest: Any
+    ) -> Wish:
+        """By default all of the machine's memory, and two micro-batches per rank."""
+        memory = machine.device.memory if memory is None else memory
+        return cls(ranks, memory, micro_batches or 2 * ranks, **rest)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gems.graph import Weight
 from gems.torch.meter import storage_of
@@ -44,13 +44,15 @@ class FakeWeights:
         self.first_names[name] = self.named[id(self._fakes[id(tensor)])]
 
     def _double(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self.mode:
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-            )
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            return fake
+        """Made by hand: two operations for each of thousands of weights would take seconds."""
+        shape = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+        fake = FakeTensor(self.mode, shape, self.device)
+        if isinstance(tensor, nn.Parameter):
+            fake._is_param = True  # type: ignore[attr-defined]
+            fake.requires_grad_(tensor.requires_grad)
+        return fake
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ AVERAGING = (
 # Cell by cell, although ATen does not say so, or not about cells at all.
 HARMLESS = {
     torch.ops.aten.detach, torch.ops.aten.alias, torch.ops.aten.clone, torch.ops.aten._to_copy,
-    torch.ops.aten.lift_fresh, torch.ops.aten.scalar_tensor, torch.ops.prim.device,
+    torch.ops.aten.lift_fresh, torch.ops.aten.scalar_tensor,
     torch.ops.aten.hardswish, torch.ops.aten.hardswish_,
 }  # fmt: skip
 
@@ -51,6 +51,8 @@ class CallMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # more than half of what is dispatched
+            return result
         self.ops += 1
         if func.overloadpacket not in HARMLESS:
             self.pointwise &= torch.Tag.pointwise in func.tags

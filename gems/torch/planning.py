@@ -68,10 +68,11 @@ def choose(
     if objective not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise PlanError(f"objective {objective!r} is unknown; choose one of {known}")
-    wish = Wish(
-        ranks=ranks,
-        memory=study.machine.device.memory if memory is None else bytes_of(memory),
-        micro_batches=micro_batches or 2 * ranks,
+    wish = Wish.on(
+        study.machine,
+        ranks,
+        None if memory is None else bytes_of(memory),
+        micro_batches,
         objective="time" if objective == "time" else "memory",
         state=state,
     )

@@ -234,9 +234,8 @@ class Trainer:
         if isinstance(plan, Plan):
             return plan
         if plan == "auto":
-            world = self.transport.world
-            limit = self.machine.device.memory if self.memory is None else self.memory
-            found = search(traced.graph, blocks, self.machine, Wish(world, limit, 2 * world))
+            wish = Wish.on(self.machine, self.transport.world, self.memory)
+            found = search(traced.graph, blocks, self.machine, wish)
             best = chosen(found)
             log.info("%s", explain(found))
             return best.plan
