@@ -27,6 +27,7 @@ SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems"
 BIDIRECTIONAL = ("gems", "gems-zb")
 SPLIT = ("zero-bubble", "gems-zb", "auto")
 PLACEMENTS = ("straight", "fold")
+SUMS = ("early", "late")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Plan:
     local_dp       slices of the micro-batch, one rank each, on the stages that are not spatial
     halo           `d1`: edges of tiles are exchanged before each layer; `d2`: before several
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
+    sums           when gradients are summed over replicas and copies: `early`, each stage as soon
+                   as it is complete, beside other work; or `late`, after all work
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
@@ -68,6 +71,7 @@ class Plan:
     local_dp: int = 1
     halo: str = "d1"
     fused_layers: int = 0
+    sums: str = "early"
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +121,8 @@ class Plan:
             yield f"stashes is {self.stashes}; give 1 or more, or leave it out"
         if self.stashes > 0 and self.schedule != "auto":
             yield f"stashes={self.stashes} is for 'auto', not {self.schedule!r}; leave it out"
+        if self.sums not in SUMS:
+            yield f"sums is {self.sums!r}; choose one of {', '.join(SUMS)}"
         tiles = tiles_of(self.spatial)
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))

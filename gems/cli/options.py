@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gems.errors import GemsError, PlanError
 from gems.files import from_json
-from gems.grid import HALOS
+from gems.grid import HALOS, LAYOUTS
 from gems.machine import MACHINES, Machine
 from gems.plans import PLACEMENTS, SCHEDULES, Plan
 
@@ -89,7 +89,28 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "and number of ranks: square:4, vertical:4 (strips side by side), horizontal:4",
     )
     put(
+        "--num-spatial-parts",
+        default="",
+        metavar="N",
+        help="the same by numbers of tiles, one for each spatial stage like 4,2, or one for all of "
+        "--spatial-size; --slice-method says how they lie",
+    )
+    put(
+        "--spatial-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many of the first stages are spatial (default: as many as --num-spatial-parts)",
+    )
+    put(
+        "--slice-method",
+        choices=tuple(LAYOUTS),
+        default="square",
+        help="tiles of --num-spatial-parts: square (default), vertical strips, horizontal strips",
+    )
+    put(
         "--local-dp",
+        "--local-DP",
         type=int,
         default=1,
         metavar="N",
@@ -102,12 +123,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="how tiles get each other's edges: d1 before every layer (default), d2 wider edges "
         "once for several layers, computed twice where they overlap",
     )
+    put("--halo-D2", dest="halo", action="store_const", const="d2", help="the same as --halo d2")
     put(
         "--fused-layers",
         type=int,
         default=0,
         metavar="N",
         help="layers that share one exchange with --halo d2 (default: what the costs say)",
+    )
+    put(
+        "--enable-master-comm-opt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="sum the gradients of each stage over its replicas as soon as they are complete, "
+        "beside other work (default); without, after all work",
     )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
@@ -127,10 +156,38 @@ def plan_from(given: argparse.Namespace) -> Plan:
         bidirectional=True if given.bidirectional else None,
         balance=_balance(given.balance),
         stashes=given.stashes,
-        spatial=tuple(given.spatial.split(",")) if given.spatial else (),
+        spatial=_spatial(given),
         local_dp=given.local_dp,
         halo=given.halo,
         fused_layers=given.fused_layers,
+        sums="early" if given.enable_master_comm_opt else "late",
+    )
+
+
+def _spatial(given: argparse.Namespace) -> tuple[str, ...]:
+    """The grids of the spatial stages, as --spatial or the published options say them."""
+    if given.spatial:
+        if given.num_spatial_parts or given.spatial_size:
+            raise PlanError(
+                "--spatial says the grids already; leave out --num-spatial-parts and --spatial-size"
+            )
+        return tuple(given.spatial.split(","))
+    if not given.num_spatial_parts:
+        if given.spatial_size:
+            raise PlanError(
+                f"--spatial-size {given.spatial_size} wants --num-spatial-parts, e.g. 4: into how "
+                "many tiles are those stages cut?"
+            )
+        return ()
+    parts = given.num_spatial_parts.split(",")
+    stages = given.spatial_size or len(parts)
+    if len(parts) not in (1, stages):
+        raise PlanError(
+            f"--num-spatial-parts {given.num_spatial_parts} has {len(parts)} numbers for "
+            f"{stages} spatial stages; give one for all, or one each"
+        )
+    return tuple(
+        f"{given.slice_method}:{n}" for n in (parts * stages if len(parts) == 1 else parts)
     )
 
 

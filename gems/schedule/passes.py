@@ -93,7 +93,7 @@ def _merged(queues: list[list[Action]]) -> list[Action]:
 
 
 def reduce(schedule: Schedule, plan: Plan) -> Schedule:
-    """Sum each stage's gradients over its holders as soon as they are complete.
+    """Sum each stage's gradients over its holders: as soon as they are complete, or at the end.
 
     All ranks issue the sums in one order, by when the last holder of a stage is done, because
     collectives pair up by order.
@@ -108,7 +108,7 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
         # After the messages of the last backward: others wait for those, nobody yet for the sum.
         last = {a.stage: position for position, a in enumerate(row) if a.way != "<"}
         after: dict[int, list[Action]] = defaultdict(list)
-        soonest = 0
+        soonest = len(row) - 1 if plan.sums == "late" else 0
         for stage in (s for s in turn if s in plan.stages_on[rank]):
             soonest = max(soonest, last.get(stage, 0))
             after[soonest].append(Action(Kind.REDUCE, stage))
