@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from gems.plans import Plan
 if TYPE_CHECKING:
     from gems.torch.trainer import Step, Trainer
 
+SAMPLES = 1 << 20  # drawn when they are asked for, so they may be many
 OTHERS = 128  # samples that accuracy is taken on at the end
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
@@ -85,6 +87,7 @@ def run(given: argparse.Namespace) -> int:
 def _train(given: argparse.Namespace, plan: Plan) -> None:
     import torch
 
+    from gems.data.loader import Loader
     from gems.torch.trainer import Trainer
 
     torch.manual_seed(given.seed)
@@ -101,11 +104,11 @@ def _train(given: argparse.Namespace, plan: Plan) -> None:
         seed=given.seed,
         backend=given.backend,
     )
-    data = _data(given)
+    loader = Loader(_data(given), size * plan.total, seed=given.seed, last="drop")
     with _progress(trainer.rank == 0, given.steps) as show:
-        for images, labels in data.batches(size * plan.total, given.steps, given.seed):
-            show(trainer.step(torch.from_numpy(images), torch.from_numpy(labels)))
-    _finish(given, trainer, data)
+        for images, labels in islice(chain.from_iterable(map(loader.epoch, count())), given.steps):
+            show(trainer.step(images, labels))
+    _finish(given, trainer, _data(given, seed=1))
     trainer.close()
 
 
@@ -120,14 +123,14 @@ def _optimizer(given: argparse.Namespace, parameters: Any) -> Any:
     return kind(parameters, given.learning_rate, weight_decay=given.weight_decay)
 
 
-def _data(given: argparse.Namespace) -> Any:
+def _data(given: argparse.Namespace, seed: int = 0) -> Any:
     if given.app == "pictures":
         from gems.data.pictures import Pictures
 
-        return Pictures(given.image_size, given.num_classes)
+        return Pictures(given.image_size, given.num_classes, SAMPLES, seed)
     from gems.data.synthetic import Synthetic
 
-    return Synthetic(given.image_size, given.num_classes)
+    return Synthetic(given.image_size, given.num_classes, samples=SAMPLES, seed=seed)
 
 
 @contextlib.contextmanager
@@ -173,11 +176,12 @@ def _finish(given: argparse.Namespace, trainer: Trainer, data: Any) -> None:
     """Accuracy on samples that training did not draw, and the last step, drawn as measured."""
     import torch
 
+    from gems.data.loader import Loader
     from gems.simulation import virtual
 
     timeline = trainer.timeline()
-    images, labels = next(iter(data.batches(OTHERS, 1, given.seed + 1)))
-    scores = trainer.predict(torch.from_numpy(images))
+    images, labels = next(Loader(data, OTHERS, seed=given.seed).epoch())
+    scores = trainer.predict(images)
     if trainer.rank != 0:
         return
     right = (scores.argmax(1) == torch.from_numpy(labels)).double().mean().item()

@@ -1,1 +1,2 @@
-"""Where batches come from: each source has `shape`, `classes` and `batches(size, steps, seed)`."""
+"""What to train on: sources of numbered samples (slides, volumes, CIFAR-10, folders of pictures,
+noise), and the loader that makes batches of them. Each rank reads only its own box."""

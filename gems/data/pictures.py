@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from gems.data.source import Box, Image, Target, Task, spans
 from gems.errors import GemsError
 
 # Label i is the i-th picture. Tissue, retina and sky first; then daily life; then textures.
@@ -32,42 +33,46 @@ FILES: tuple[str, ...] = (
 class Pictures:
     """Which picture is this crop from? One class per picture, up to `len(FILES)`.
 
-    Samples are float32, 3 x `image_size` x `image_size` (grey pictures three times over), with
+    Sample i shows picture i modulo `classes`, at a place drawn from the seed and i. Samples are
+    float32, 3 x `image_size` x `image_size` (grey pictures three times over), with
     mean 0 and deviation 1 per channel over the pictures chosen. A picture smaller than the crop
     is continued by its mirror image, so any size can be asked for. Training and evaluation crops
     come from the same pictures and overlap: a high score shows learning, not generalisation.
     """
 
-    def __init__(self, image_size: int = 32, classes: int = 10) -> None:
+    task: Task = "classify"
+
+    def __init__(
+        self, image_size: int = 32, classes: int = 10, samples: int = 1024, seed: int = 0
+    ) -> None:
         if image_size < 1:
             raise ValueError(f"image_size is {image_size}; take 1 or more")
         if not 1 <= classes <= len(FILES):
             raise ValueError(f"{classes} classes, but there are 1 to {len(FILES)} pictures")
-        self.image_size = image_size
+        if samples < 1:
+            raise ValueError(f"samples is {samples}; take 1 or more")
+        self.image_size, self.samples, self.seed = image_size, samples, seed
         self.classes = classes
         self.shape = (3, image_size, image_size)
         self.names = tuple(file.partition(".")[0] for file in FILES[:classes])
-        self._pictures = [_read(file) for file in FILES[:classes]]
+        self._pictures = [read_picture(file) for file in FILES[:classes]]
         self._mean, self._deviation = _moments(self._pictures)
 
-    def batches(
-        self, batch_size: int, steps: int, seed: int = 0
-    ) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
-        """`steps` pairs of images (N, 3, H, W) and labels (N); the same seed, the same batches."""
-        for step in range(steps):
-            rng = np.random.default_rng((seed, step))
-            labels = rng.integers(self.classes, size=batch_size)
-            crops = np.empty((batch_size, *self.shape), np.float32)
-            for crop, label in zip(crops, labels, strict=True):
-                crop[...] = self._crop(self._pictures[label], rng)
-            yield crops, labels
+    def __len__(self) -> int:
+        return self.samples
 
-    def _crop(
-        self, picture: npt.NDArray[np.uint8], rng: np.random.Generator
-    ) -> npt.NDArray[np.float32]:
+    def read(self, index: int, box: Box) -> Image:
+        picture, rng = (
+            self._pictures[index % self.classes],
+            np.random.default_rng((self.seed, index)),
+        )
         rows, columns = (_window(side, self.image_size, rng) for side in picture.shape[:2])
-        pixels = picture[np.ix_(rows, columns)].astype(np.float32)
+        (top, bottom), (left, right) = spans(box, self.shape[1:])
+        pixels = picture[np.ix_(rows[top:bottom], columns[left:right])].astype(np.float32)
         return ((pixels - self._mean) / self._deviation).transpose(2, 0, 1)
+
+    def target(self, index: int, box: Box) -> Target:
+        return np.array(index % self.classes, np.int64)
 
 
 def _window(side: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -88,7 +93,7 @@ def _moments(
     return mean.astype(np.float32), np.sqrt(variance).astype(np.float32)
 
 
-def _read(file: str) -> npt.NDArray[np.uint8]:
+def read_picture(file: str) -> npt.NDArray[np.uint8]:
     """Height x width x 3 of a picture in the installed scikit-image."""
     encoded = _resource(file)
     from imageio.v3 import imread
