@@ -1,0 +1,1 @@
+"""Files of pixels, read region by region: slides of all vendors, tiled TIFF, pictures."""
