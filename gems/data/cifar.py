@@ -1,0 +1,155 @@
+"""CIFAR-10, from the files that Krizhevsky published: for Python or binary, unpacked or not."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gems.data.pixels import Normal
+from gems.data.resample import inside, resample, taps
+from gems.data.source import Box, Image, Target, Task, spans
+from gems.errors import GemsError
+
+NAMES = (
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
+)
+SIDE = 32
+RECORD = 3 * SIDE * SIDE
+TRAIN, TEST = tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)
+NORMAL = Normal((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # of the training set
+Rows = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+
+class Cifar10:
+    """50,000 pictures to train on, or 10,000 to test on (`train=False`).
+
+    `path` is the folder with `data_batch_1` (or `data_batch_1.bin`) and so on, one above it, or the
+    `.tar.gz` as it was downloaded. Pictures of another `image_size` than 32 are resampled.
+    """
+
+    task: Task = "classify"
+    names = NAMES
+    classes = len(NAMES)
+
+    def __init__(self, path: str | Path, train: bool = True, image_size: int = SIDE) -> None:
+        if image_size < 1:
+            raise ValueError(f"image_size is {image_size}; take 1 or more")
+        self.path, self.image_size = Path(path), image_size
+        self.shape = (3, image_size, image_size)
+        parts = [_rows(*found) for found in _files(self.path, TRAIN if train else TEST)]
+        self._pixels = np.concatenate([pixels for pixels, _ in parts])
+        self._labels = np.concatenate([labels for _, labels in parts])
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int, box: Box) -> Image:
+        rows, columns = spans(box, self.shape[1:])
+        picture = self._pixels[index].transpose(1, 2, 0)
+        if self.image_size == SIDE:
+            return NORMAL.image(picture[slice(*rows), slice(*columns)])
+        if rows[0] == rows[1] or columns[0] == columns[1]:
+            return np.empty((3, rows[1] - rows[0], columns[1] - columns[0]), np.float32)
+        step = SIDE / self.image_size
+        return NORMAL.image(resample(inside(picture), taps(0, step, rows), taps(0, step, columns)))
+
+    def target(self, index: int, box: Box) -> Target:
+        return np.array(self._labels[index])
+
+
+def _files(path: Path, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
+    """The name and content of each file, from a folder or an archive: unpacked in memory only."""
+    if path.is_dir():
+        found = {p.name: p for p in (*path.glob("*/*_batch*"), *path.glob("*_batch*"))}
+        return [(name, found[name].read_bytes()) for name in _chosen(path, set(found), names)]
+    try:
+        with tarfile.open(path) as archive:
+            members = {Path(m.name).name: m for m in archive.getmembers() if m.isfile()}
+            found = []
+            for name in _chosen(path, set(members), names):
+                file = archive.extractfile(members[name])
+                assert file is not None
+                found.append((name, file.read()))
+            return found
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise GemsError(
+            f"{path} is neither the folder nor the archive of CIFAR-10: {error}"
+        ) from error
+
+
+def _chosen(path: Path, there: set[str], names: tuple[str, ...]) -> list[str]:
+    for ending in ("", ".bin"):
+        if f"{names[0]}{ending}" in there:
+            wanted = [f"{name}{ending}" for name in names]
+            if lost := sorted(set(wanted) - there):
+                raise GemsError(f"{path} lacks {', '.join(lost)}; unpack the archive again")
+            return wanted
+    raise GemsError(
+        f"{path} has no {names[0]} or {names[0]}.bin; give the folder cifar-10-batches-py or "
+        "cifar-10-batches-bin, or the archive of it"
+    )
+
+
+def _rows(name: str, content: bytes) -> Rows:
+    pixels, labels = _binary(name, content) if name.endswith(".bin") else _python(name, content)
+    if not len(labels) or not 0 <= labels.min() <= labels.max() < len(NAMES):
+        raise GemsError(f"{name} has labels outside of 0 to 9, or none; it is damaged")
+    return pixels.reshape(-1, 3, SIDE, SIDE), labels
+
+
+def _binary(name: str, content: bytes) -> Rows:
+    """Records of a label and the red, green and blue of a picture, row by row."""
+    if not content or len(content) % (1 + RECORD):
+        raise GemsError(
+            f"{name} has {len(content)} bytes, not a multiple of {1 + RECORD}; it is damaged"
+        )
+    rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + RECORD)
+    return rows[:, 1:], rows[:, 0].astype(np.int64)
+
+
+def _python(name: str, content: bytes) -> Rows:
+    """A pickled dict with `data` and `labels`; the keys are bytes where Python 2 wrote it."""
+    try:
+        told = _Plain(io.BytesIO(content), encoding="bytes").load()
+    except GemsError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise GemsError(f"{name} cannot be read: {error}; it is damaged") from error
+    if not isinstance(told, dict):
+        raise GemsError(f"{name} holds a {type(told).__name__}, not the dict of CIFAR-10")
+    told = {k.decode() if isinstance(k, bytes) else k: v for k, v in told.items()}
+    data, labels = told.get("data"), told.get("labels")
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (RECORD,):
+        raise GemsError(f"{name} has no `data` of {RECORD} bytes per picture")
+    if not isinstance(labels, list) or len(labels) != len(data):
+        raise GemsError(f"{name} has no list of {len(data)} `labels`")
+    return data, np.array(labels, np.int64)
+
+
+class _Plain(pickle.Unpickler):
+    """Makes arrays and plain values, and refuses everything else that a pickle could run."""
+
+    ALLOWED = frozenset(
+        {
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("_codecs", "encode"),  # bytes, as Python 3 writes them for Python 2
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise GemsError(
+                f"the file asks for {module}.{name}, which CIFAR-10 does not need: it is not the "
+                "published file, and was not run"
+            )
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
