@@ -29,6 +29,10 @@ class PeerError(GemsError, RuntimeError):
     """Another rank died, stopped or disagrees."""
 
 
+class CheckpointError(GemsError, RuntimeError):
+    """A checkpoint that could not be written, or that is damaged, foreign or of another model."""
+
+
 class LossError(GemsError, ArithmeticError):
     """A loss that is not a finite number."""
 

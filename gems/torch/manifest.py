@@ -1,0 +1,196 @@
+"""What a checkpoint is: a manifest that names every tensor and every file, with its checksum.
+
+step-200/
+  manifest.json   this; written last, and signed with its own checksum
+  state.json      all that is not a tensor
+  __0_0.distcp    tensors, one file per rank that wrote any (torch.distributed.checkpoint)
+  .metadata       the same index for DCP's own tools; a pickle, which GEMS never opens
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gems.errors import CheckpointError, GemsError, faults
+from gems.files import from_json, to_json
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+WHAT = "GEMS checkpoint"
+NAME = "manifest.json"
+REMEDY = "take another checkpoint (gems.latest(folder) finds the newest complete one)"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor: its form, and where its bytes are."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`plan` is the JSON of the gems.Plan that it was saved under; it may be loaded under any."""
+
+    what: str
+    format: int
+    gems: str
+    step: int
+    plan: dict[str, Any]
+    tensors: dict[str, Place]
+    files: dict[str, File]
+
+    def section(self, name: str) -> dict[str, Place]:
+        """The tensors whose keys start with `name.`, without it."""
+        start = f"{name}."
+        return {k[len(start) :]: p for k, p in self.tensors.items() if k.startswith(start)}
+
+
+def text(manifest: Manifest) -> str:
+    """Its JSON, with a checksum of all the rest inside."""
+    plain = json.loads(to_json(manifest))
+    return json.dumps({"sha256": _signature(plain), **plain}, indent=1) + "\n"
+
+
+def _signature(plain: dict[str, Any]) -> str:
+    whole = json.dumps({k: v for k, v in plain.items() if k != "sha256"}, sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of a checkpoint, whose own checksum fits. Its files may yet be damaged."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint {path}{'' if path.exists() else ', nor anything else'}; "
+            f"{REMEDY}"
+        )
+    if not (path / NAME).is_file():
+        raise CheckpointError(
+            f"{path} has no {NAME}, so it is not a GEMS checkpoint, or not a whole one; {REMEDY}, "
+            "or read plain weights with gems.read_weights"
+        )
+    try:
+        plain = json.loads((path / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path / NAME} is damaged or not JSON ({str(error)[:200]}); {REMEDY}"
+        ) from error
+    return _checked(plain, path)
+
+
+def _checked(plain: Any, path: Path) -> Manifest:
+    if not isinstance(plain, dict) or plain.get("what") != WHAT:
+        raise CheckpointError(f"{path / NAME} is not the manifest of a {WHAT}; {REMEDY}")
+    if isinstance(number := plain.get("format"), int) and number > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {number}, written by GEMS {plain.get('gems')}, and this GEMS reads "
+            f"up to format {FORMAT}; install GEMS {plain.get('gems')} or later"
+        )
+    if plain.pop("sha256", None) != _signature(plain):
+        raise CheckpointError(f"{path / NAME} is damaged: its checksum does not fit; {REMEDY}")
+    try:
+        found = from_json(Manifest, json.dumps(plain))
+    except GemsError as error:
+        raise CheckpointError(f"{path / NAME} is not a manifest: {error}; {REMEDY}") from error
+    strange = [name for name in found.files if not _is_plain(name)]
+    strange += [k for k, p in found.tensors.items() if p.file not in found.files]
+    if strange:
+        raise CheckpointError(
+            f"{path / NAME} names what is not inside the checkpoint: {strange[:5]}"
+        )
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    """A file of the folder itself."""
+    return name not in ("", ".", "..", NAME) and "/" not in name and "\0" not in name
+
+
+def measured(path: Path) -> File:
+    """Size and checksum of a file as it is."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return File(file.tell(), digest.hexdigest())
+
+
+def verify(path: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """Read these files, or all, and refuse the checkpoint if they are not what was written."""
+    found = []
+    for name in manifest.files if names is None else names:
+        expected = manifest.files[name]
+        if not (path / name).is_file():
+            found.append(f"{name} is missing")
+        elif (here := (path / name).stat().st_size) != expected.bytes:
+            found.append(f"{name} has {here} bytes, {expected.bytes} were written")
+        elif measured(path / name) != expected:
+            found.append(f"{name} has another checksum than when it was written")
+    if found:
+        raise CheckpointError(faults(f"the checkpoint {path} is damaged; {REMEDY}:", found))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the manifest is whole and all files are there with their sizes; nothing is read."""
+    try:
+        manifest = read(path)
+        return all((path / n).stat().st_size == f.bytes for n, f in manifest.files.items())
+    except (CheckpointError, OSError) as error:
+        log.warning("passing over %s: %s", path, error)
+        return False
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The complete checkpoint in a folder that is furthest in training; None if there is none."""
+    found = [path for path in _inside(Path(folder)) if is_complete(path)]
+    return max(found, key=lambda path: (read(path).step, number(path.name)), default=None)
+
+
+def beyond(path: Path, keep: int) -> list[Path]:
+    """The oldest complete ones among `step-100`, `step-200`, ... when `keep` are to stay.
+
+    The one at `path` always does.
+    """
+    start = stem(path.name)
+    others = [
+        other
+        for other in _inside(path.parent)
+        if other != path and stem(other.name) == start and number(other.name) >= 0
+    ]
+    ordered = sorted(filter(is_complete, others), key=lambda other: number(other.name))
+    return ordered[: max(0, len(ordered) - (keep - 1))]
+
+
+def _inside(folder: Path) -> Sequence[Path]:
+    """What may be checkpoints: folders with a manifest, without those that are unfinished."""
+    if not folder.is_dir():
+        return []
+    here = [path for path in folder.iterdir() if ".tmp-" not in path.name]
+    return [path for path in here if (path / NAME).is_file()]
+
+
+def stem(name: str) -> str:
+    return re.sub(r"\d+$", "", name)
+
+
+def number(name: str) -> int:
+    """100 for `step-100`; -1 for a name that does not end in a number."""
+    digits = name[len(stem(name)) :]
+    return int(digits) if digits else -1
