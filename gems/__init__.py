@@ -19,19 +19,25 @@ if TYPE_CHECKING:
     from gems.schedule.core import Schedule as Schedule
     from gems.simulation import simulate as simulate
     from gems.timeline import Timeline as Timeline
+    from gems.torch.interrupt import Interrupt as Interrupt
+    from gems.torch.manifest import latest as latest
     from gems.torch.planning import plan as plan
     from gems.torch.trainer import Trainer as Trainer
+    from gems.torch.weight_files import read_weights as read_weights
 
 _WHERE = {
     "Costs": "gems.costs",
     "GemsError": "gems.errors",
     "Graph": "gems.graph",
+    "Interrupt": "gems.torch.interrupt",
     "Machine": "gems.machine",
     "Plan": "gems.plans",
     "Schedule": "gems.schedule.core",
     "Timeline": "gems.timeline",
     "Trainer": "gems.torch.trainer",
+    "latest": "gems.torch.manifest",
     "plan": "gems.torch.planning",
+    "read_weights": "gems.torch.weight_files",
     "simulate": "gems.simulation",
 }
 
@@ -39,13 +45,16 @@ __all__ = [
     "Costs",
     "GemsError",
     "Graph",
+    "Interrupt",
     "Machine",
     "Plan",
     "Schedule",
     "Timeline",
     "Trainer",
     "__version__",
+    "latest",
     "plan",
+    "read_weights",
     "simulate",
 ]
 

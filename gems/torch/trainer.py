@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gems import machine as machines
 from gems.costs import Costs, mean
@@ -31,8 +32,10 @@ from gems.schedule.passes import forward_only, lower
 from gems.simulation import simulate
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
+from gems.torch.agree import together
 from gems.torch.batch import Batch, describe, split, tensors
 from gems.torch.halos import with_halos
+from gems.torch.interrupt import Interrupt
 from gems.torch.launch import connect, device_for
 from gems.torch.outputs import collect
 from gems.torch.profile import measure
@@ -40,10 +43,12 @@ from gems.torch.random import key
 from gems.torch.scale import LossScale
 from gems.torch.spatial.team import CHANNEL
 from gems.torch.trace import Trace, as_module, trace
+from gems.torch.weight_files import write_weights
 from gems.torch.weights import (
     Initialize,
     keep_only,
     load_state,
+    minders,
     ownership,
     refuse_unordered,
     unordered,
@@ -53,17 +58,22 @@ from gems.transport.core import Transport
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gave, the same on every rank. `norm` is the gradient's, before clipping."""
+    """What one step gave, the same on every rank but for its seconds.
+
+    `norm` is the gradient's, before clipping; `interrupted`: a rank was told to stop.
+    """
 
     loss: float
     samples: int
     seconds: float
     updated: bool
     norm: float | None = None
+    interrupted: bool = False
 
 
 class Trainer:
@@ -84,6 +94,9 @@ class Trainer:
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
+    scheduler    optimizer -> learning-rate scheduler, stepped after every update; one that looks at
+                 a metric is given the loss of the call that made the update
+    interrupt    signals to hear: `step` tells all ranks when one was told to stop
     """
 
     def __init__(
@@ -106,6 +119,8 @@ class Trainer:
         device: torch.device | str | None = None,
         backend: str | None = None,
         transport: Transport | None = None,
+        scheduler: MakeScheduler | None = None,
+        interrupt: Interrupt | None = None,
     ) -> None:
         self.transport = transport or connect(backend)
         self.rank = self.transport.rank
@@ -119,11 +134,15 @@ class Trainer:
         self.window = 0  # samples of the update under way, when several calls make one
         self.first = 0  # those of its first call
         self.trained: set[str] = set()  # weights that the update under way has a gradient for
+        self.interrupt, self.closed = interrupt, False
         self._local: Timeline | None = None
         self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
         self.scale = LossScale() if precision == "fp16" else None
         self.optimizer = self._make_optimizer(optimizer)
         self.adapter.optimizer = self.optimizer
+        if scheduler is not None and self.optimizer is None:
+            raise PlanError("a scheduler needs an optimizer; give the trainer one")
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
 
     # --- setting up -----------------------------------------------------------------------------
 
@@ -177,6 +196,7 @@ class Trainer:
         else:
             self.schedule = require(lower(require(schedule, plan.one_copy()), plan), plan)
         self.owned = ownership(traced.graph, stage_of, plan)
+        self.minders = minders(self.model, traced, stage_of, self.owned, plan)
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
         refuse_unordered(self.model, traced, self.owned, self.unordered)
@@ -324,14 +344,16 @@ class Trainer:
         self.adapter.settle_alone()
         self.window += batch.samples
         self.steps += 1
-        loss, norm = self._agree_on_loss(update)
+        loss, norm, interrupted = self._agree_on_loss(update)
         # Gradients were averaged over the first call's samples, and may be scaled.
         factor = self.first / self.window / (self.scale.value if self.scale else 1.0)
         updated = update and self._update(factor, norm * factor)
+        if updated:
+            self._step_scheduler(loss)
         if update:
             self.window = 0
         shown = norm * factor if update and self.clip is not None else None
-        return Step(loss, batch.samples, perf_counter() - start, updated, shown)
+        return Step(loss, batch.samples, perf_counter() - start, updated, shown, interrupted)
 
     def _begin(
         self, batch: Batch, *, training: bool, scale: float = 1.0, update: bool = True
@@ -354,19 +376,21 @@ class Trainer:
                 f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
             ) from error
 
-    def _agree_on_loss(self, update: bool) -> tuple[float, float]:
-        """The step's loss and the gradient's norm, which every rank has a part of."""
+    def _agree_on_loss(self, update: bool) -> tuple[float, float, bool]:
+        """The step's loss, the gradient's norm, whether a rank was told to stop: each rank has a
+        part of them."""
         if update:
             self._sum_tied()
         wants_norm = update and (self.clip is not None or self.scale is not None)
         mine = self._square_norm() if wants_norm else 0.0
         outputs, used = self.adapter.output_names(), self.adapter.used
+        told = self.interrupt is not None and self.interrupt.wanted
         parts = torch.tensor(
-            [self.adapter.weighted_loss(), mine, *(name in used for name in outputs)],
+            [self.adapter.weighted_loss(), mine, told, *(name in used for name in outputs)],
             dtype=torch.float64,
         )
         self.transport.add_up(parts, tuple(range(self.transport.world))).wait()
-        loss, square, *uses = parts.tolist()
+        loss, square, tellings, *uses = parts.tolist()
         used = {name for name, times in zip(outputs, uses, strict=True) if times}
         self.trained |= self.adapter.trained_by(used)
         if update:
@@ -376,7 +400,7 @@ class Trainer:
                 f"the loss is {loss} in step {self.steps - 1}; no update was made. Look at the "
                 "data of this step, lower the learning rate, or clip gradients"
             )
-        return loss, math.sqrt(square) if square >= 0 else math.nan
+        return loss, math.sqrt(square) if square >= 0 else math.nan, tellings > 0
 
     def _forget_untrained(self) -> None:
         """What no gradient leads to must end without one: optimizers do not touch it then.
@@ -428,6 +452,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return True
 
+    def _step_scheduler(self, loss: float) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
     # --- prediction -----------------------------------------------------------------------------
 
     def predict(self, inputs: Any) -> Any:
@@ -446,16 +476,65 @@ class Trainer:
 
     # --- state ----------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """The plain model's whole state dict, same keys, on every rank, in host memory.
 
         All ranks must call it.
         """
-        return whole_state(self.model, self.owned, self.first_name, self.transport)
+        self._refuse_closed()
+        return whole_state(self.model, self.owned, self.first_name, self.minders, self.transport)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take a plain model's state dict; each rank takes its part."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
+        from a file."""
         load_state(self.model, state, self.owned.on(self.rank), self.first_name)
+
+    def save(self, path: str | Path, *, extra: Any = None, keep: int = 0) -> Path:
+        """Write a checkpoint of all that training goes on from; all ranks must call it.
+
+        It appears at `path` in one move, when it is complete; what has the name already is
+        replaced. `extra` is what you need besides, of numbers, texts, lists, dicts, tensors and
+        arrays (rank 0's is saved): where the data is, say. `keep=3` leaves the newest three of
+        `step-100`, `step-200`, ... All ranks must see the same folder.
+
+        It may be called between any two steps, also while calls of `step` make one update.
+        """
+        from gems.torch import (
+            checkpoint,
+        )  # loads DCP, for which those who do not save need not wait
+
+        self._refuse_closed()
+        return checkpoint.save(self, path, extra, keep)
+
+    def load(self, path: str | Path, *, strict: bool = True) -> Any:
+        """Go on from a checkpoint, saved under this or any other plan; gives its `extra`.
+
+        All ranks must call it. Under the same plan training goes on bit for bit. Options of the
+        optimizer, the seed and random generators become the checkpoint's. One that is damaged, of
+        another model, optimizer or scheduler is refused on all ranks, and nothing was changed
+        then; `strict=False` takes the weights that fit, and the optimizer only as a whole. Nothing
+        in the file can run code.
+        """
+        from gems.torch import checkpoint
+
+        self._refuse_closed()
+        return checkpoint.load(self, path, strict)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the plain model's state dict as `.pt` or `.safetensors`; all ranks must call it."""
+        state = self.state_dict()
+        path = Path(path)
+
+        def written() -> None:
+            if self.rank == 0:
+                write_weights(path, state)
+
+        together(self.transport, f"writing {path}", written)
+        return path
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise GemsError("this trainer was closed, and has left the other ranks; do this before")
 
     def timeline(self) -> Timeline:
         """The last step as all ranks measured it. All ranks must call it."""
@@ -465,4 +544,5 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
+        self.closed = True
         self.transport.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -141,16 +142,43 @@ def _own_reset(module: nn.Module) -> Initialize | None:
     return None
 
 
+def minders(
+    model: nn.Module, traced: Trace, stage_of: Sequence[int], owned: Ownership, plan: Plan
+) -> dict[str, int]:
+    """Whose word counts for what modules give as `get_extra_state`: the first rank that runs them.
+
+    By their labels in the state dict: all of it that is not a weight.
+    """
+    found: dict[str, int] = {}
+    for label in model.state_dict(keep_vars=True):
+        if label in traced.record.names:
+            continue
+        path = label.removesuffix("_extra_state")
+        ranks = [r for name, held in owned.holders.items() if name.startswith(path) for r in held]
+        if not ranks:
+            ranks = [
+                plan.holders[stage][0]
+                for block, stage in enumerate(stage_of)
+                if any(f"{call.module}.".startswith(path) for call in traced.calls(block))
+            ]
+        found[label] = min(ranks, default=0)
+    return found
+
+
 def whole_state(
-    model: nn.Module, owned: Ownership, first_name: Mapping[str, str], transport: Transport
-) -> dict[str, torch.Tensor]:
+    model: nn.Module,
+    owned: Ownership,
+    first_name: Mapping[str, str],
+    minders: Mapping[str, int],
+    transport: Transport,
+) -> dict[str, Any]:
     """The plain model's state dict, on every rank, in host memory: one broadcast per rank."""
     wanted = model.state_dict(keep_vars=True)
     by_rank: dict[int, list[str]] = {}
-    for name in dict.fromkeys(first_name[label] for label in wanted):
+    for name in dict.fromkeys(first_name[label] for label in wanted if label not in minders):
         by_rank.setdefault(owned.holders[name][0], []).append(name)
     local = named_weights(model)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for rank, names in sorted(by_rank.items()):
         shapes = [(n, local[n].shape, local[n].dtype) for n in names]
         sizes = [s.numel() * d.itemsize for _, s, d in shapes]
@@ -164,12 +192,15 @@ def whole_state(
             transport.broadcast(flat, rank)
         for (name, shape, dtype), part in zip(shapes, flat.split(sizes), strict=True):
             found[name] = part.clone().view(dtype).reshape(shape)
-    return {label: found[first_name[label]] for label in wanted}
+    if minders:
+        said = transport.gather({label: wanted[label] for label in minders})
+        found |= {label: said[rank][label] for label, rank in minders.items()}
+    return {label: found[first_name.get(label, label)] for label in wanted}
 
 
 def load_state(
     model: nn.Module,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
     held: set[str],
     first_name: Mapping[str, str],
 ) -> None:
@@ -180,15 +211,22 @@ def load_state(
     found += [
         f"{label} has shape {tuple(state[label].shape)}, the model {tuple(tensor.shape)}"
         for label, tensor in wanted.items()
-        if label in state and state[label].shape != tensor.shape
+        if label in state and label in first_name and state[label].shape != tensor.shape
     ]
     if found:
         raise ShapeError(faults("this state dict is not the model's:", found))
     local = named_weights(model)
     with torch.no_grad():
         for label in wanted:
-            if first_name[label] in held:
+            if label not in first_name:
+                set_extra_state(model, label, state[label])
+            elif first_name[label] in held:
                 local[label].copy_(state[label])
+
+
+def set_extra_state(model: nn.Module, label: str, value: Any) -> None:
+    """Hand a module, on every rank, what `get_extra_state` gave on the one that runs it."""
+    model.get_submodule(label.removesuffix("_extra_state").rstrip(".")).set_extra_state(value)
 
 
 def unordered(plan: Plan, schedule: Schedule) -> set[int]:

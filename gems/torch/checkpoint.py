@@ -1,0 +1,175 @@
+"""Save a trainer and go on from there, bit for bit, or under another plan.
+
+A save walks: take (snapshot) -> a folder aside -> tensors by each rank (storage) -> state.json ->
+manifest.json -> the folder gets its name. Until the last step the checkpoint does not exist, and
+what existed before is as it was.
+
+All ranks must see the same folder: on a cluster, one of a shared file system.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gems.errors import CheckpointError
+from gems.files import to_json
+from gems.torch import manifest as manifests
+from gems.torch.agree import together
+from gems.torch.folders import Draft, remove, sync, write_synced
+from gems.torch.manifest import FORMAT, WHAT, File, Manifest, Place, beyond, measured, number
+from gems.torch.snapshot import Unfit, joined, part_of, put, refuse, take, unfit
+from gems.torch.storage import read, write
+from gems.torch.values import decode, references
+from gems.version import __version__
+
+if TYPE_CHECKING:
+    from gems.torch.trainer import Trainer
+
+log = logging.getLogger(__name__)
+STATE = "state.json"
+INDEX = ".metadata"  # DCP's own
+
+
+def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -> Path:
+    """Write a checkpoint; all ranks call it. See Trainer.save."""
+    target, transport = Path(path).absolute(), trainer.transport
+    doing = f"writing the checkpoint {target}"
+    draft: Draft | None = None
+
+    def begun() -> tuple[str, str]:
+        nonlocal draft
+        _check(target, keep)
+        if transport.rank == 0:
+            draft = Draft(target)
+        return str(target), str(draft.path) if draft else ""
+
+    def seen() -> None:
+        if any(where != str(target) for where, _ in places):
+            raise CheckpointError(
+                f"ranks were given different checkpoints: {sorted({w for w, _ in places})}; give "
+                "all of them the same path"
+            )
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"rank {transport.rank} does not see {folder}, which rank 0 made; save into a "
+                "folder of a file system that all ranks share"
+            )
+
+    try:
+        taken = take(trainer, extra)
+        places = together(transport, doing, begun)
+        folder = Path(places[0][1])
+        together(transport, doing, seen)
+        tensors = write(folder, taken.tensors, taken.aliases, transport)
+        mine = {place.file for place in tensors.values() if _wrote(place, transport.rank)}
+        sums = together(transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)})
+        files = {name: file for found in sums for name, file in found.items()}
+
+        def finished() -> None:
+            if draft is not None:
+                _finish(draft, trainer, taken.plain, tensors, files)
+                for old in beyond(target, keep) if keep else ():
+                    log.info("removing %s; %s are kept", old, keep)
+                    remove(old)
+
+        together(transport, doing, finished)
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+    log.info("saved step %s as %s", trainer.steps, target)
+    return target
+
+
+def _check(target: Path, keep: int) -> None:
+    if keep < 0:
+        raise CheckpointError(f"keep is {keep}; say how many to keep, or 0 for all")
+    if keep and number(target.name) < 0:
+        raise CheckpointError(
+            f"keep={keep} tells which of the numbered ones to keep, and {target.name!r} has no "
+            "number; name it like step-100"
+        )
+    if ".tmp-" in target.name:
+        raise CheckpointError(f"{target.name!r} is a name of unfinished checkpoints; take another")
+    if target.exists() and not (target / manifests.NAME).is_file():
+        raise CheckpointError(
+            f"{target} exists and is not a checkpoint, so it is not replaced; take another name"
+        )
+
+
+def _wrote(place: Place, rank: int) -> bool:
+    """DCP names files after their writers."""
+    return place.file.startswith(f"__{rank}_")
+
+
+def _finish(
+    draft: Draft,
+    trainer: Trainer,
+    plain: Mapping[str, Any],
+    tensors: dict[str, Place],
+    files: dict[str, File],
+) -> None:
+    """Rank 0 has the last word: what is no tensor, the manifest, the name."""
+    write_synced(draft.path / STATE, (json.dumps(plain) + "\n").encode())
+    files = files | {name: measured(draft.path / name) for name in (STATE, INDEX)}
+    whole = Manifest(
+        WHAT, FORMAT, __version__, trainer.steps, json.loads(to_json(trainer.plan)), tensors, files
+    )
+    sync(draft.path)
+    write_synced(draft.path / manifests.NAME, manifests.text(whole).encode())
+    draft.publish()
+
+
+def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
+    """Go on from a checkpoint; all ranks call it. See Trainer.load."""
+    path, transport = Path(path).absolute(), trainer.transport
+    doing = f"loading the checkpoint {path}"
+
+    def verified() -> None:
+        names = sorted(manifests.read(path).files)
+        manifests.verify(path, manifests.read(path), names[transport.rank :: transport.world])
+
+    def compared() -> Unfit:
+        manifest, plain = opened(path)
+        return unfit(trainer, plain, manifest.tensors)
+
+    def fetched() -> None:
+        nonlocal mine
+        manifest, plain = opened(path)
+        part = part_of(trainer, plain, manifest.tensors, found)
+        mine = plain, part, read(path, manifest, sorted(part.keys))
+
+    mine: Any = None
+    together(transport, doing, verified)
+    found = joined(together(transport, doing, compared))
+    if strict:
+        refuse(found)
+    for why in (*found.weights, *found.training):
+        log.warning("not taken from %s: %s", path, why)
+    together(transport, doing, fetched)
+    extra = put(trainer, *mine)
+    log.info("loaded step %s from %s", trainer.steps, path)
+    return extra
+
+
+def opened(path: Path) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest, and all that is no tensor."""
+    manifest = manifests.read(path)
+    try:
+        return manifest, json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+
+
+def weights_in(path: Path) -> dict[str, Any]:
+    """The plain model's state dict out of a checkpoint, verified, in host memory."""
+    manifest, plain = opened(path)
+    manifests.verify(path, manifest)
+    keys = [f"model.{label}" for label in manifest.section("model")]
+    tensors = read(path, manifest, {*keys, *references(plain["modules"])})
+    state = {key.removeprefix("model."): tensors[key] for key in keys}
+    return state | {label: decode(x, tensors) for label, x in plain["modules"].items()}

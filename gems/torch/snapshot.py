@@ -1,0 +1,404 @@
+"""All that training goes on from, by plain names: taken from a trainer, and put back into one.
+
+Sections of tensors, and who writes them:
+
+    model       weights, by the labels of the plain state dict   one holder of each
+    buffers     those that a state dict leaves out               one holder of each
+    optimizer   its state, weight by weight                      the same holder
+    gradients   of an update under way, when several calls of    every holder its own part: they
+                `step` make one                                  are summed at the end of the window
+    modules     what `get_extra_state` gave                      the first rank that runs the module
+    random      states of generators                             rank 0, and who differs from it
+    shared      groups, scheduler, the user's `extra`            rank 0
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gems.errors import CheckpointError, faults
+from gems.torch.agree import together
+from gems.torch.generators import noted, put_back
+from gems.torch.manifest import Place
+from gems.torch.optimizers import Named, by_name, give_back, kind
+from gems.torch.values import decode, encode, references, same
+from gems.torch.weights import named_weights, set_extra_state
+
+if TYPE_CHECKING:
+    from gems.torch.trainer import Trainer
+
+log = logging.getLogger(__name__)
+Tensor = torch.Tensor
+AFRESH = "or load with strict=False, which takes what fits and leaves the rest as it is"
+
+
+@dataclass
+class Snapshot:
+    """`tensors` are those that this rank writes; `plain` is all the rest, of all ranks."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+
+
+# --- taking ---------------------------------------------------------------------------------------
+
+
+def take(trainer: Trainer, extra: Any) -> Snapshot:
+    """What this rank writes, and what all of them know. All ranks call it."""
+    taken = Snapshot()
+    parts = together(trainer.transport, "saving", lambda: _own_part(trainer, taken, extra))
+    for rank, part in enumerate(parts):
+        if not same(part["options"], parts[0]["options"]):
+            raise CheckpointError(
+                f"the optimizer of rank {rank} has other groups or options than rank 0's; all "
+                "ranks must make the same groups, even if some are empty, and change options alike"
+            )
+    names = zip(*(part["names"] for part in parts), strict=True)
+    taken.plain = {
+        **parts[0]["shared"],
+        "names": [sorted(set().union(*each)) for each in names],
+    } | {
+        section: {key: x for part in parts for key, x in part[section].items()}
+        for section in ("state", "gradients", "modules")
+    }
+    taken.plain["random"] = _random(trainer, parts, taken)
+    return taken
+
+
+def _own_part(trainer: Trainer, taken: Snapshot, extra: Any) -> dict[str, Any]:
+    put, rank = taken.tensors, trainer.rank
+    weights = named_weights(trainer.model)
+    writer = writers(trainer)
+    labels = labelled(trainer)
+    first: dict[str, str] = {}
+    for label, name in labels.items():
+        if name in first:
+            taken.aliases[f"model.{label}"] = f"model.{first[name]}"
+            continue
+        first[name] = label
+        if writer[name] == rank:
+            put[f"model.{label}"] = weights[name]
+    for name in unlisted(trainer):
+        if writer[name] == rank:
+            put[f"buffers.{name}"] = weights[name]
+    part: dict[str, Any] = {"state": {}, "names": [], "options": None}
+    part["gradients"] = _window(trainer, put)
+    part["modules"] = _modules(trainer, put)
+    part["random"] = noted(trainer.device)
+    mine: dict[str, Tensor] = put if rank == 0 else {}  # what all have, rank 0 writes
+    part["shared"] = _shared(trainer, extra if rank == 0 else None, mine)
+    if trainer.optimizer is not None:
+        named = by_name(trainer.optimizer, dict(trainer._named_parameters()))
+        part["names"] = named.names
+        part["options"] = encode(named.groups, "shared.groups", mine)
+        part["shared"]["optimizer"] = {
+            "kind": kind(trainer.optimizer),
+            "groups": part["options"],
+            "rest": encode(named.rest, "shared.optimizer", mine),
+        }
+        part["state"] = {
+            name: encode(x, f"optimizer.{name}", put)
+            for name, x in named.state.items()
+            if writer[name] == rank
+        }
+    return part
+
+
+def _shared(trainer: Trainer, extra: Any, put: dict[str, Tensor]) -> dict[str, Any]:
+    scheduler, scale = trainer.scheduler, trainer.scale
+    return {
+        "steps": trainer.steps,
+        "window": trainer.window,
+        "first": trainer.first,
+        "trained": sorted(trainer.trained),
+        "seed": trainer.seed,
+        "world": trainer.transport.world,
+        "scale": scale and {"value": scale.value, "good": scale.good},
+        "optimizer": None,
+        "scheduler": scheduler
+        and {
+            "kind": kind(scheduler),
+            "state": encode(scheduler.state_dict(), "shared.scheduler", put),
+        },
+        "extra": encode(extra, "shared.extra", put),
+    }
+
+
+def _window(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
+    """This rank's part of the gradients so far, by weight and place among its holders."""
+    found: dict[str, Any] = {}
+    if not trainer.window:
+        return found
+    for name, p in trainer._named_parameters():
+        if p.grad is not None:
+            place = trainer.owned.holders[name].index(trainer.rank)
+            key = f"{name}/{place}"
+            found[key] = encode(p.grad, f"gradients.{key}", put)
+    return found
+
+
+def _modules(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
+    mine = [label for label, rank in trainer.minders.items() if rank == trainer.rank]
+    state = trainer.model.state_dict(keep_vars=True) if mine else {}
+    return {label: encode(state[label], f"modules.{label}", put) for label in mine}
+
+
+def _random(trainer: Trainer, parts: list[dict[str, Any]], taken: Snapshot) -> dict[str, Any]:
+    """Generators by rank, of rank 0 and of those that are elsewhere in theirs."""
+    found: dict[str, Any] = {}
+    seen = [_digest(part["random"]) for part in parts]
+    for rank, part in enumerate(parts):
+        if rank == 0 or seen[rank] != seen[0]:
+            put = taken.tensors if rank == trainer.rank else {}
+            found[str(rank)] = encode(part["random"], f"random.{rank}", put)
+    return found
+
+
+def _digest(states: Any) -> str:
+    tensors: dict[str, Tensor] = {}
+    whole = hashlib.sha256(repr(encode(states, "", tensors)).encode())
+    for _, tensor in sorted(tensors.items()):
+        whole.update(tensor.cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def labelled(trainer: Trainer) -> dict[str, str]:
+    """The labels of the plain state dict that are weights, with the first name of each."""
+    labels = trainer.model.state_dict(keep_vars=True)
+    return {label: trainer.first_name[label] for label in labels if label not in trainer.minders}
+
+
+def unlisted(trainer: Trainer) -> list[str]:
+    """Buffers that the state dict leaves out."""
+    listed = set(labelled(trainer).values())
+    return [name for name in trainer.owned.holders if name not in listed]
+
+
+def writers(trainer: Trainer) -> dict[str, int]:
+    """For each weight, the holder that writes it: each as little as can be."""
+    weights, load = named_weights(trainer.model), dict.fromkeys(range(trainer.transport.world), 0)
+    found: dict[str, int] = {}
+    for name in sorted(trainer.owned.holders, key=lambda n: (-weights[n].nbytes, n)):
+        found[name] = min(trainer.owned.holders[name], key=lambda rank: (load[rank], rank))
+        load[found[name]] += weights[name].nbytes
+    return found
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why a checkpoint is not of this trainer's model, and why its training cannot go on here."""
+
+    weights: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
+
+
+def unfit(trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place]) -> Unfit:
+    """As this rank sees it: it knows the groups of its own weights only."""
+    return Unfit(tuple(_unfit_weights(trainer, tensors)), tuple(_unfit_training(trainer, plain)))
+
+
+def joined(seen: Sequence[Unfit]) -> Unfit:
+    """As all ranks see it."""
+    return Unfit(
+        tuple(dict.fromkeys(why for each in seen for why in each.weights)),
+        tuple(dict.fromkeys(why for each in seen for why in each.training)),
+    )
+
+
+def refuse(found: Unfit) -> None:
+    if whys := (*found.weights, *found.training):
+        raise CheckpointError(
+            faults(
+                "this checkpoint does not fit the trainer; give the trainer the model, optimizer "
+                f"and scheduler that it was saved with, {AFRESH}:",
+                whys,
+            )
+        )
+
+
+def _unfit_weights(trainer: Trainer, tensors: Mapping[str, Place]) -> list[str]:
+    weights, found = named_weights(trainer.model), []
+    expected = {f"model.{label}": weights[name] for label, name in labelled(trainer).items()}
+    for key, tensor in expected.items():
+        label = key.removeprefix("model.")
+        if (place := tensors.get(key)) is None:
+            found.append(f"missing: {label}, {form(tensor)}")
+        elif form(place) != form(tensor):
+            found.append(f"{label} is {form(place)} in the checkpoint, {form(tensor)} in the model")
+    found += [
+        f"unexpected: {key.removeprefix('model.')}, {form(place)}"
+        for key, place in tensors.items()
+        if key.startswith("model.") and key not in expected
+    ]
+    for name in unlisted(trainer):
+        place = tensors.get(f"buffers.{name}")
+        if place is not None and form(place) != form(weights[name]):
+            found.append(f"{name} is {form(place)} in the checkpoint, {form(weights[name])} here")
+    return found
+
+
+def form(tensor: Tensor | Place) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{'×'.join(map(str, tensor.shape)) or 'one number'} of {dtype}"
+
+
+def _unfit_training(trainer: Trainer, plain: Mapping[str, Any]) -> list[str]:
+    """A trainer without an optimizer only predicts: it takes the weights of any checkpoint."""
+    if trainer.optimizer is None:
+        return []
+    found = []
+    for what, mine in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):
+        here, there = mine and kind(mine), plain[what] and plain[what]["kind"]
+        if here != there:
+            found.append(
+                f"the {what} is {there or 'absent'} in the checkpoint, {here or 'absent'} "
+                "in the trainer"
+            )
+    if not found:
+        found += _unfit_groups(trainer, plain)
+    return found
+
+
+def _unfit_groups(trainer: Trainer, saved: Mapping[str, Any]) -> list[str]:
+    assert trainer.optimizer is not None
+    groups = trainer.optimizer.param_groups
+    if len(groups) != len(saved["names"]):
+        there = len(saved["names"])
+        return [f"the optimizer has {there} groups in the checkpoint, {len(groups)} here"]
+    name_of = {id(p): name for name, p in trainer._named_parameters()}
+    return [
+        f"{name} is in group {i} here and not there in the checkpoint"
+        for i, (group, names) in enumerate(zip(groups, saved["names"], strict=True))
+        for p in group["params"]
+        if (name := name_of.get(id(p))) is not None and name not in names
+    ]
+
+
+# --- putting back ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """What this rank takes of a checkpoint: weights by key, and whether training goes on."""
+
+    weights: dict[str, str]  # key of the checkpoint -> first name
+    keys: set[str]
+    training: bool
+
+
+def part_of(
+    trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place], found: Unfit
+) -> Part:
+    """What this rank reads, of what fits."""
+    held, weights = trainer.adapter.held, named_weights(trainer.model)
+    wanted = {f"model.{label}": name for label, name in labelled(trainer).items()}
+    wanted |= {f"buffers.{name}": name for name in unlisted(trainer)}
+    mine = {
+        key: name
+        for key, name in wanted.items()
+        if name in held and key in tensors and tensors[key].shape == tuple(weights[name].shape)
+    }
+    mine = {key: name for name, key in {n: k for k, n in mine.items()}.items()}  # each once
+    training = trainer.optimizer is not None and not found.training
+    keys = {*mine, *references(plain["extra"]), *references(plain["modules"])}
+    if training:
+        keys |= set(_training_keys(trainer, plain, set(mine.values())))
+    return Part(mine, keys, training)
+
+
+def _training_keys(trainer: Trainer, plain: Mapping[str, Any], held: set[str]) -> Iterable[str]:
+    yield from references(plain["optimizer"])
+    yield from references(plain["scheduler"])
+    yield from references(_own_random(trainer, plain))
+    for name in held:
+        yield from references(plain["state"].get(name))
+    for gradient in _own_gradients(trainer, plain).values():
+        yield from references(gradient)
+
+
+def _own_random(trainer: Trainer, plain: Mapping[str, Any]) -> Any:
+    """This rank's generators, or rank 0's where the ranks are others now."""
+    alike = plain["world"] == trainer.transport.world
+    return plain["random"].get(str(trainer.rank) if alike else "0", plain["random"]["0"])
+
+
+def _own_gradients(trainer: Trainer, plain: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The parts of the window's gradients that this rank takes: its own where the holders are as
+    many as they were, so that sums come out in the same order; else the first holder takes all."""
+    parts: dict[str, dict[int, Any]] = {}
+    for key, gradient in plain["gradients"].items():
+        name, _, place = key.rpartition("/")
+        parts.setdefault(name, {})[int(place)] = gradient
+    alike = plain["world"] == trainer.transport.world
+    found: dict[str, list[Any]] = {}
+    for name, by_place in parts.items():
+        holders = trainer.owned.holders.get(name, ())
+        if trainer.rank not in holders:
+            continue
+        mine = holders.index(trainer.rank)
+        if alike and max(by_place) < len(holders):
+            found[name] = [by_place[mine]] if mine in by_place else []
+        elif mine == 0:
+            found[name] = [by_place[place] for place in sorted(by_place)]
+    return found
+
+
+def put(
+    trainer: Trainer, plain: Mapping[str, Any], part: Part, tensors: Mapping[str, Tensor]
+) -> Any:
+    """Take it over, from tensors that were all read. Gives the user's `extra`."""
+    weights = named_weights(trainer.model)
+    with torch.no_grad():
+        for key, name in part.weights.items():
+            weights[name].copy_(tensors[key])
+    for label, value in plain["modules"].items():
+        if label in trainer.minders:
+            set_extra_state(trainer.model, label, decode(value, tensors))
+    if part.training:
+        _put_training(trainer, plain, part, tensors)
+    if part.training or trainer.optimizer is None:
+        trainer.steps = plain["steps"]
+    return decode(plain["extra"], tensors)
+
+
+def _put_training(
+    trainer: Trainer, plain: Mapping[str, Any], part: Part, tensors: Mapping[str, Tensor]
+) -> None:
+    assert trainer.optimizer is not None
+    parameters: dict[str, nn.Parameter] = dict(trainer._named_parameters())
+    saved, taken = plain["optimizer"], set(part.weights.values())
+    state = {n: decode(x, tensors) for n, x in plain["state"].items() if n in taken}
+    groups, rest = decode(saved["groups"], tensors), decode(saved["rest"], tensors)
+    fine = {
+        n
+        for k, n in part.weights.items()
+        if n in parameters and tensors[k].dtype == parameters[n].dtype
+    }
+    give_back(trainer.optimizer, parameters, Named(groups, plain["names"], state, rest), fine)
+    if trainer.scheduler is not None:
+        trainer.scheduler.load_state_dict(decode(plain["scheduler"]["state"], tensors))
+    trainer.optimizer.zero_grad(set_to_none=True)
+    for name, gradients in _own_gradients(trainer, plain).items():
+        if name in taken and gradients:
+            found = [decode(x, tensors) for x in gradients]
+            whole = torch.stack(found).sum(0) if len(found) > 1 else found[0]
+            parameters[name].grad = whole.to(parameters[name].device)
+    trainer.window, trainer.first = plain["window"], plain["first"]
+    trainer.trained = set(plain["trained"])
+    if trainer.scale is not None and plain["scale"] is not None:
+        trainer.scale.value, trainer.scale.good = plain["scale"]["value"], plain["scale"]["good"]
+    if trainer.seed != plain["seed"]:
+        log.info("random numbers go on with the checkpoint's seed %s", plain["seed"])
+        trainer.seed = trainer.adapter.draws.seed = plain["seed"]
+    put_back(decode(_own_random(trainer, plain), tensors), trainer.device)
