@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gems.errors import CheckpointError
 from gems.files import to_json
@@ -130,20 +130,22 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
     doing = f"loading the checkpoint {path}"
 
     def verified() -> None:
-        names = sorted(manifests.read(path).files)
-        manifests.verify(path, manifests.read(path), names[transport.rank :: transport.world])
+        nonlocal manifest
+        manifest = manifests.read(path)
+        names = sorted(manifest.files)
+        manifests.verify(path, manifest, names[transport.rank :: transport.world])
 
     def compared() -> Unfit:
-        manifest, plain = opened(path)
+        nonlocal plain
+        plain = state_in(path)
         return unfit(trainer, plain, manifest.tensors)
 
     def fetched() -> None:
-        nonlocal mine
-        manifest, plain = opened(path)
+        nonlocal part, tensors
         part = part_of(trainer, plain, manifest.tensors, found)
-        mine = plain, part, read(path, manifest, sorted(part.keys))
+        tensors = read(path, manifest, sorted(part.keys))
 
-    mine: Any = None
+    manifest = plain = part = tensors = cast(Any, None)
     together(transport, doing, verified)
     found = joined(together(transport, doing, compared))
     if strict:
@@ -151,24 +153,24 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
     for why in (*found.weights, *found.training):
         log.warning("not taken from %s: %s", path, why)
     together(transport, doing, fetched)
-    extra = put(trainer, *mine)
+    extra = put(trainer, plain, part, tensors)
     log.info("loaded step %s from %s", trainer.steps, path)
     return extra
 
 
-def opened(path: Path) -> tuple[Manifest, dict[str, Any]]:
-    """The manifest, and all that is no tensor."""
-    manifest = manifests.read(path)
+def state_in(path: Path) -> dict[str, Any]:
+    """All that is no tensor."""
     try:
-        return manifest, json.loads((path / STATE).read_bytes())
+        return json.loads((path / STATE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
 
 
 def weights_in(path: Path) -> dict[str, Any]:
     """The plain model's state dict out of a checkpoint, verified, in host memory."""
-    manifest, plain = opened(path)
+    manifest = manifests.read(path)
     manifests.verify(path, manifest)
+    plain = state_in(path)
     keys = [f"model.{label}" for label in manifest.section("model")]
     tensors = read(path, manifest, {*keys, *references(plain["modules"])})
     state = {key.removeprefix("model."): tensors[key] for key in keys}
