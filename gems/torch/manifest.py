@@ -63,9 +63,9 @@ class Manifest:
 
 
 def text(manifest: Manifest) -> str:
-    """Its JSON, with a checksum of all the rest inside."""
+    """Its JSON, with a checksum of all the rest inside; no byte of it can be spared."""
     plain = asdict(manifest)
-    return json.dumps({"sha256": _signature(plain), **plain}, indent=1) + "\n"
+    return json.dumps({"sha256": _signature(plain), **plain}, indent=1)
 
 
 def _signature(plain: dict[str, Any]) -> str:

@@ -205,7 +205,8 @@ class Unfit:
 
 def unfit(trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place]) -> Unfit:
     """As this rank sees it: it knows the groups of its own weights only."""
-    return Unfit(tuple(_unfit_weights(trainer, tensors)), tuple(_unfit_training(trainer, plain)))
+    training = _unfit_training(trainer, plain, tensors)
+    return Unfit(tuple(_unfit_weights(trainer, tensors)), tuple(training))
 
 
 def joined(seen: Sequence[Unfit]) -> Unfit:
@@ -253,7 +254,9 @@ def form(tensor: Tensor | Place) -> str:
     return f"{'×'.join(map(str, tensor.shape)) or 'one number'} of {dtype}"
 
 
-def _unfit_training(trainer: Trainer, plain: Mapping[str, Any]) -> list[str]:
+def _unfit_training(
+    trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place]
+) -> list[str]:
     """A trainer without an optimizer only predicts: it takes the weights of any checkpoint."""
     if trainer.optimizer is None:
         return []
@@ -266,22 +269,27 @@ def _unfit_training(trainer: Trainer, plain: Mapping[str, Any]) -> list[str]:
                 "in the trainer"
             )
     if not found:
-        found += _unfit_groups(trainer, plain)
+        found += _unfit_groups(trainer, plain["names"], tensors)
     return found
 
 
-def _unfit_groups(trainer: Trainer, saved: Mapping[str, Any]) -> list[str]:
+def _unfit_groups(
+    trainer: Trainer, saved: list[list[str]], tensors: Mapping[str, Place]
+) -> list[str]:
     assert trainer.optimizer is not None
     groups = trainer.optimizer.param_groups
-    if len(groups) != len(saved["names"]):
-        there = len(saved["names"])
-        return [f"the optimizer has {there} groups in the checkpoint, {len(groups)} here"]
+    if len(groups) != len(saved):
+        return [f"the optimizer has {len(saved)} groups in the checkpoint, {len(groups)} here"]
     name_of = {id(p): name for name, p in trainer._named_parameters()}
+    group_of = {name: i for i, names in enumerate(saved) for name in names}
     return [
-        f"{name} is in group {i} here and not there in the checkpoint"
-        for i, (group, names) in enumerate(zip(groups, saved["names"], strict=True))
+        f"{name} is in group {i} of the optimizer here, in group {group_of.get(name, 'none')} in "
+        "the checkpoint"
+        for i, group in enumerate(groups)
         for p in group["params"]
-        if (name := name_of.get(id(p))) is not None and name not in names
+        if (name := name_of.get(id(p))) is not None
+        and f"model.{name}" in tensors
+        and group_of.get(name) != i
     ]
 
 

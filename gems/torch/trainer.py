@@ -512,8 +512,8 @@ class Trainer:
         All ranks must call it. Under the same plan training goes on bit for bit. Options of the
         optimizer, the seed and random generators become the checkpoint's. One that is damaged, of
         another model, optimizer or scheduler is refused on all ranks, and nothing was changed
-        then; `strict=False` takes the weights that fit, and the optimizer only as a whole. Nothing
-        in the file can run code.
+        then; `strict=False` takes the weights that fit, and starts training afresh where optimizer
+        or scheduler do not. Nothing in the file can run code.
         """
         from gems.torch import checkpoint
 
