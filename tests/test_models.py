@@ -6,6 +6,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ TINY = {
     "resnet_v1": ({"depth": 8, "width": 4}, (2, 3, 16, 16), (2, 10)),
     "resnet_v2": ({"depth": 11, "width": 4}, (2, 3, 16, 16), (2, 10)),
     "resnet50": ({"num_classes": 5, "width": 4, "layers": (1, 2, 1)}, (2, 3, 33, 31), (2, 5)),
+    "resnet101": ({"num_classes": 5, "width": 2}, (2, 3, 33, 31), (2, 5)),
+    "resnet152": ({"num_classes": 5, "width": 1}, (2, 3, 33, 31), (2, 5)),
     "densenet121": (
         {"num_classes": 5, "growth": 4, "layers": (2, 3), "width": 8},
         (2, 3, 32, 32),
@@ -32,6 +35,9 @@ TINY = {
         (2, 5),
     ),
     "unet": ({"width": 4, "levels": 3}, (1, 3, 13, 18), (1, 2, 13, 18)),
+    "relaynet": ({"width": 4, "num_classes": 5}, (1, 1, 21, 19), (1, 5, 21, 19)),
+    "cosmoflow": ({"image_size": 32, "width": 2}, (2, 4, 32, 32, 32), (2, 4)),
+    "cosmoflow_mlperf": ({"image_size": 9, "width": 2}, (2, 4, 9, 9, 9), (2, 4)),
     "efficientnet_b0": (
         {
             "num_classes": 5,
@@ -69,6 +75,8 @@ def parameter_count(name: str, **options: object) -> int:
         ("resnet1001_v2", {}, 30_251_290),
         ("resnet1001_v2", {"bias": True}, 30_347_658),
         ("resnet50", {}, 25_557_032),
+        ("resnet101", {}, 44_549_160),
+        ("resnet152", {}, 60_192_808),
         ("densenet121", {}, 7_978_856),
         ("amoebanet_d", {"num_layers": 18, "num_filters": 208}, 81_505_540),
         ("amoebanet_d", {"num_layers": 18, "num_filters": 256}, 122_470_120),
@@ -88,6 +96,72 @@ def test_parameter_counts_are_the_published_ones(
 @pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (56, 0.86), (110, 1.73)])
 def test_resnet_v1_has_the_papers_millions_of_parameters(depth: int, millions: float) -> None:
     assert parameter_count("resnet_v1", depth=depth) == pytest.approx(millions * 1e6, rel=0.02)
+
+
+def test_relaynet_has_the_parameters_that_its_paper_describes() -> None:
+    """No count is published: seven 7x3 convolutions with biases and norms, and one of 1x1."""
+    inputs = [1, 64, 64, 64, 128, 128, 128]
+    blocks = sum(7 * 3 * channels * 64 + 64 + 2 * 64 for channels in inputs)
+    for classes in (8, 10):
+        assert parameter_count("relaynet", num_classes=classes) == blocks + 65 * classes
+    convolutions = [m for m in models.build("relaynet").modules() if isinstance(m, nn.Conv2d)]
+    assert [c.kernel_size for c in convolutions] == [(7, 3)] * 7 + [(1, 1)]
+
+
+def test_cosmoflow_of_mlperf_has_the_parameters_of_the_reference_code() -> None:
+    channels = [4, 32, 64, 128, 256, 512]
+    convolutions = sum(2**3 * a * b + b for a, b in pairwise(channels))
+    linear = sum(a * b + b for a, b in pairwise([512 * 4**3, 128, 64, 4]))
+    assert parameter_count("cosmoflow_mlperf") == convolutions + linear
+
+
+@pytest.mark.parametrize("side", [128, 256, 512])
+def test_cosmoflow_has_the_papers_millions_of_parameters_for_every_cube(side: int) -> None:
+    assert parameter_count("cosmoflow", image_size=side) == pytest.approx(9.44e6, rel=5e-4)
+
+
+def test_cosmoflow_leaves_a_cube_of_two_whatever_the_size() -> None:
+    for side in (32, 33, 50, 64, 65):
+        model = models.build("cosmoflow", image_size=side, width=1, in_channels=1)
+        volume = torch.empty(1, 1, side, side, side)
+        assert model.blocks(volume).shape == (1, 16, 2, 2, 2)
+
+
+def test_the_numbers_of_a_cosmoflow_lie_within_its_bound() -> None:
+    torch.manual_seed(0)
+    options = {"image_size": 8, "width": 2, "norm": "batch", "dropout": 0.0}
+    cubes = 100 * torch.randn(4, 4, 8, 8, 8)
+    free = models.build("cosmoflow_mlperf", bound=0.0, **options)
+    bound = models.build("cosmoflow_mlperf", **options)
+    bound.load_state_dict(free.state_dict())
+    torch.testing.assert_close(bound(cubes), 1.2 * torch.tanh(free(cubes)))
+
+
+def test_relaynet_puts_maxima_back_where_they_were() -> None:
+    # With one level and blocks that do nothing, the head sees the image and its maxima.
+    model = models.build("relaynet", width=1, levels=1, num_classes=2)
+    model.encoder[0] = model.bottom = model.decoder[0] = nn.Identity()
+    model.head = nn.Identity()
+    image = torch.tensor([[1.0, 5.0, 2.0], [3.0, 4.0, 9.0]])
+    skip, unpooled = model(image[None, None])[0]
+    assert torch.equal(skip, image)
+    assert torch.equal(unpooled, torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "faults"),
+    [
+        ("relaynet", {"levels": 0, "kernel": (4, 3)}, r"levels is 0.*kernel is \(4, 3\)"),
+        ("cosmoflow", {"image_size": 16, "norm": "x"}, r"image_size is 16, not 32.*norm is 'x'"),
+        ("cosmoflow_mlperf", {"image_size": 4, "bound": -1}, r"image_size is 4.*bound is -1"),
+        ("resnet50", {"norm": "x", "layers": (2, 0)}, r"norm is 'x'.*layers is \(2, 0\)"),
+    ],
+)
+def test_a_network_says_everything_that_is_wrong_at_once(
+    name: str, options: dict[str, object], faults: str
+) -> None:
+    with pytest.raises(ValueError, match=faults):
+        models.build(name, **options)
 
 
 @pytest.mark.parametrize("name", TINY)

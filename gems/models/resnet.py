@@ -1,4 +1,4 @@
-"""Residual networks: CIFAR-style v1 and v2 of any depth, and the ImageNet ResNet-50."""
+"""Residual networks: CIFAR-style v1 and v2 of any depth, and ImageNet's with bottlenecks."""
 
 from __future__ import annotations
 
@@ -170,9 +170,31 @@ def resnet50(
 
     Stride is on the 3x3 convolution, as in the weights people share. `norm` is "batch" or "group".
     """
-    if norm not in _NORMS:
-        raise ValueError(f"norm is {norm!r}; choose one of {', '.join(_NORMS)}")
+    problems = [
+        *([f"norm is {norm!r}, not one of {', '.join(_NORMS)}"] if norm not in _NORMS else []),
+        *(
+            [f"layers is {tuple(layers)}, not blocks per group"]
+            if not layers or any(count < 1 for count in layers)
+            else []
+        ),
+    ]
+    if problems:
+        raise ValueError(f"this ResNet cannot be built: {'; '.join(problems)}")
     return _he_normal(ImageNetResNet(num_classes, _NORMS[norm], width, layers, in_channels))
+
+
+def resnet101(
+    num_classes: int = 1000, norm: str = "batch", width: int = 64, in_channels: int = 3
+) -> ImageNetResNet:
+    """ResNet-101, 44,549,160 parameters."""
+    return resnet50(num_classes, norm, width, (3, 4, 23, 3), in_channels)
+
+
+def resnet152(
+    num_classes: int = 1000, norm: str = "batch", width: int = 64, in_channels: int = 3
+) -> ImageNetResNet:
+    """ResNet-152, 60,192,808 parameters."""
+    return resnet50(num_classes, norm, width, (3, 8, 36, 3), in_channels)
 
 
 class ImageNetResNet(nn.Module):
