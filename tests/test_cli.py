@@ -120,7 +120,31 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
     [
         (["plan", *SMALL, "--stages", "2", "--balance", "1,1"], "sums to 2, but the model has"),
         (["plan", "--model", "nothing"], "there is no model 'nothing'; choose one of"),
-        (["plan", "--model", "unet", "--num-layers", "3"], "--num-layers means nothing to unet"),
+        (
+            ["plan", "--model", "densenet121", "--num-layers", "3"],
+            "--num-layers means nothing to densenet121",
+        ),
+        (["plan", "--model", "resnet-50"], "there is no model 'resnet_50'; did you mean resnet50"),
+        (["plan", "--model", "unet", "--model-option", "levels"], "'levels' is not name=value"),
+        (
+            ["plan", "--model", "unet", "--model-option", "dims=2", "--model-option", "dims=3"],
+            "--model-option dims is given twice: 2 and 3",
+        ),
+        (
+            ["plan", "--model", "unet", "--num-layers", "3", "--model-option", "levels=3"],
+            "--num-layers and --model-option levels: give one of them",
+        ),
+        (
+            ["plan", "--model", "unet", "--model-option", "num_classes=3"],
+            "--model-option num_classes: write --num-classes instead",
+        ),
+        (["plan", "--model", "unet", "--model-option", "floors=3"], "'unet' has no option floors"),
+        (["plan", "--model", "vision/vit"], "there is no library 'vision'; choose one of"),
+        (["plan", "--model", "torch.nn:Nothing"], "has no attribute 'Nothing'; write package"),
+        (
+            ["plan", "--model", "torch.nn:ReLU", "--model-option", "slope=3"],
+            "unexpected keyword argument 'slope'; its arguments are given by --model-option",
+        ),
         (
             ["plan", *SMALL, "--auto", "2", "--memory", "1kB"],
             "nothing fits 2 ranks with 1000 B each",
@@ -211,3 +235,29 @@ def test_train_fails_when_a_rank_fails(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("sums to 2, but the model has") == 2, "on every rank"
     assert not list(tmp_path.iterdir())
+
+
+def blocks_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
+    """What `gems trace` says of each block: its output."""
+    assert main(["trace", *options]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return {row[1]: row[2] for row in rows if row[1:] and row[0].isdigit() and row[1] != "blocks"}
+
+
+def test_options_reach_the_network_by_flags_and_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = ["--model", "unet", "--image-size", "16", "--num-filters", "2"]
+    assert blocks_of(capsys, *plain, "--num-layers", "2")["encoder.1.0"] == "1x4x8x8"
+    assert "encoder.2.0" not in blocks_of(capsys, *plain, "--num-layers", "2")
+    volume = ["--model-option", "dims=3", "--model-option", "levels=2"]
+    assert blocks_of(capsys, *plain, *volume)["encoder.1.0"] == "1x4x8x8x8"
+    cube = ["--model", "cosmoflow", "--image-size", "32", "--num-filters", "2"]
+    assert blocks_of(capsys, *cube, "--num-classes", "4")["head"] == "1x4"
+
+
+def test_options_reach_the_users_own_function(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--model", "torch.nn:Conv2d", "--image-size", "8", "--model-option", "in_channels=2"]
+    own += ["--model-option", "out_channels=5", "--model-option", "kernel_size=(3, 1)"]
+    own += ["--model-option", "padding_mode=zeros"]
+    assert list(blocks_of(capsys, *own).values()) == ["1x5x6x8"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,12 +210,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="resnet110-v2",
         metavar="NAME",
-        help="a network of gems.models (default resnet110-v2), or your own as package.module:name, "
-        "a function without arguments that gives an nn.Module",
+        help="a network of gems.models (default resnet110-v2); of a library that is installed, as "
+        "transformers/vit, monai/UNet, timm/resnet18, torchvision/resnet50, smp/Unet; or your own "
+        "as package.module:name, a function that gives an nn.Module",
     )
-    put("--image-size", type=int, default=32, metavar="PX", help="square images (default 32)")
+    put(
+        "--model-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another option of the network, or an argument of your function, as Python writes it: "
+        "norm=group, layers=(3,4,23,3), in_channels=1, dims=3; may be given several times",
+    )
+    put("--image-size", type=int, default=32, metavar="PX", help="of squares, cubes (default 32)")
     put("--num-classes", type=int, default=10, metavar="N", help="classes (default 10)")
-    put("--num-layers", type=int, metavar="N", help="depth of resnet-v1, resnet-v2 and amoebanet-d")
+    put("--num-layers", type=int, metavar="N", help="depth, of networks that come in several")
     put("--num-filters", type=int, metavar="N", help="width of the first layer")
     put(
         "--batch-size",
@@ -225,40 +235,102 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Words for the same thing in different networks.
+_DEPTH = ("depth", "num_layers", "levels")
+_WIDTH = ("width", "num_filters")
+
+
 def model_from(given: argparse.Namespace) -> Any:
     """The network that was asked for, with ordinary random weights."""
+    more = model_options(given)
     if ":" in given.model:
-        return _own(given.model)
+        return _own(given.model, more)
     from gems import models
 
-    name = given.model.replace("-", "_")
+    name = _name(given)
     wanted = {"num_classes": given.num_classes, "image_size": given.image_size}
-    wanted |= dict.fromkeys(("depth", "num_layers"), given.num_layers)
-    wanted |= dict.fromkeys(("width", "num_filters"), given.num_filters)
+    if twice := sorted(set(wanted) & set(more)):
+        raise PlanError(f"--model-option {twice[0]}: write --{twice[0].replace('_', '-')} instead")
+    wanted["in_channels"] = image_shape(given)[0]
+    wanted |= dict.fromkeys(_DEPTH, given.num_layers) | dict.fromkeys(_WIDTH, given.num_filters)
     try:
         known = models.options_of(name)
         options = {k: v for k, v in wanted.items() if v is not None and k in known}
-        for flag, names in (
-            ("--num-layers", {"depth", "num_layers"}),
-            ("--num-filters", {"width", "num_filters"}),
-        ):
-            if any(wanted[n] is not None for n in names) and not names & set(known):
+        for flag, words in (("--num-layers", _DEPTH), ("--num-filters", _WIDTH)):
+            given_by_flag = any(wanted[word] is not None for word in words)
+            if given_by_flag and not set(words) & set(known):
                 raise PlanError(f"{flag} means nothing to {given.model}; leave it out")
-        return models.build(name, **options)
+            if given_by_flag and (twice := sorted(set(words) & set(more))):
+                raise PlanError(f"{flag} and --model-option {twice[0]}: give one of them")
+        return models.build(name, **(options | more))
     except ValueError as error:
         raise PlanError(str(error)) from error
 
 
-def _own(name: str) -> Any:
+def model_options(given: argparse.Namespace) -> dict[str, Any]:
+    """`--model-option name=value`: numbers, tuples and the like; anything else is text."""
+    found: dict[str, Any] = {}
+    for text in given.model_option:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise PlanError(f"--model-option {text!r} is not name=value, such as width=32")
+        if name in found:
+            raise PlanError(f"--model-option {name} is given twice: {found[name]!r} and {value}")
+        found[name] = _literal(value)
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _name(given: argparse.Namespace) -> str:
+    return given.model if "/" in given.model else given.model.replace("-", "_")
+
+
+def _own(name: str, options: dict[str, Any]) -> Any:
     import importlib
     import sys
 
     sys.path.insert(0, "")
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)()
+        function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise GemsError(f"--model {name}: {error}; write package.module:function") from error
+    _refuse_arguments(name, function, options)
+    return function(**options)
+
+
+def _refuse_arguments(name: str, function: Any, options: dict[str, Any]) -> None:
+    """Before the call, so that an error inside the user's function stays what it is."""
+    import inspect
+
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, or no function: the call itself will tell
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise GemsError(
+            f"--model {name}{signature}: {error}; its arguments are given by --model-option"
+        ) from error
+
+
+def image_shape(given: argparse.Namespace) -> tuple[int, ...]:
+    """Channels and sides of one image: 3 and a square, unless the network asks for others."""
+    more = model_options(given)
+    channels, dims = 3, more.get("dims", 2)
+    if ":" not in given.model:
+        from gems import models
+
+        dims = models.dims_of(_name(given), **more)
+        channels = models.channels_of(_name(given)) if dims == 3 else 3
+    return more.get("in_channels", channels), *[given.image_size] * dims
 
 
 def micro_batch(given: argparse.Namespace) -> int:
@@ -275,7 +347,7 @@ def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
 
     with torch.device("meta"):
         model = model_from(given)
-    sample = torch.empty(micro_batch(given), 3, given.image_size, given.image_size, device="meta")
+    sample = torch.empty(micro_batch(given), *image_shape(given), device="meta")
     return model.train(), sample
 
 

@@ -14,7 +14,14 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gems.cli.options import add_model, add_plan, micro_batch, model_from, plan_from
+from gems.cli.options import (
+    add_model,
+    add_plan,
+    image_shape,
+    micro_batch,
+    model_from,
+    plan_from,
+)
 from gems.cli.ranks import start
 from gems.draw.html import html
 from gems.draw.svg import svg
@@ -96,7 +103,7 @@ def _train(given: argparse.Namespace, plan: Plan) -> None:
         model_from(given),
         torch.nn.functional.cross_entropy,
         lambda parameters: _optimizer(given, parameters),
-        sample=torch.empty(size, 3, given.image_size, given.image_size),
+        sample=torch.empty(size, *image_shape(given)),
         plan=plan,
         costs=given.costs,
         precision=given.precision,

@@ -1,7 +1,15 @@
-"""Plain single-device networks by name. They know nothing of GEMS, and torch loads on first use."""
+"""Plain single-device networks by name. They know nothing of GEMS, and torch loads on first use.
+
+resnet_v1, resnet_v2 (any depth), resnet110_v2, resnet1001_v2 for small images; resnet50, resnet101,
+resnet152, densenet121, efficientnet_b0, convnext_tiny, vit_base and amoebanet_d for large ones;
+unet and relaynet, which segment; cosmoflow and cosmoflow_mlperf for volumes. A name with a slash is
+a network of a library that is installed: `monai/SegResNet`, `transformers/vit`, `timm/resnet18`,
+`torchvision/resnet50`, `smp/Unet`.
+"""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -68,6 +76,8 @@ MODELS: dict[str, Builder] = {
 
 def build(name: str, **options: Any) -> nn.Module:
     """The network `name`, with random weights: `build("resnet_v2", depth=29, num_classes=2)`."""
+    if "/" in name:
+        return _libraries().build(name, options)
     accepted = options_of(name)
     unknown = sorted(set(options) - set(accepted))
     if unknown:
@@ -79,10 +89,34 @@ def build(name: str, **options: Any) -> nn.Module:
 
 def options_of(name: str) -> tuple[str, ...]:
     """The options that `build(name, ...)` takes, in the order of the family's own signature."""
+    if "/" in name:
+        return _libraries().options_of(name)
     if name not in MODELS:
+        near = difflib.get_close_matches(name, MODELS, 3)
+        advice = f"did you mean {', '.join(near)}? " if near else ""
         known = ", ".join(sorted(MODELS))
-        raise ValueError(f"there is no model {name!r}; choose one of {known}")
+        raise ValueError(
+            f"there is no model {name!r}; {advice}choose one of {known}, "
+            "or of a library, such as monai/UNet"
+        )
     return tuple(inspect.signature(_family_function(MODELS[name].__name__)).parameters)
+
+
+def dims_of(name: str, **options: Any) -> int:
+    """How many sides an image of `build(name, ...)` has: 2, or 3 if it is a volume."""
+    return 3 if name.startswith("cosmoflow") else options.get("dims", 2)
+
+
+def channels_of(name: str) -> int:
+    """The channels that a network is made for, if it is not told otherwise: 3 of most."""
+    if name not in MODELS:
+        return 3
+    parameters = inspect.signature(_family_function(MODELS[name].__name__)).parameters
+    return parameters["in_channels"].default
+
+
+def _libraries() -> Any:
+    return importlib.import_module(".libraries", __name__)
 
 
 def __getattr__(name: str) -> Any:
