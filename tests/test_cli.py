@@ -53,7 +53,7 @@ def test_draw_writes_a_page_and_a_trace_of_one_step_over_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["draw", "--stages", "4", "--times", "2", "--over", STEP]
-    page, trace = tmp_path / "step.html", tmp_path / "step.trace.json"
+    page, trace = tmp_path / "report.html", tmp_path / "step.trace.json"
     assert main([*given, "--html", str(page), "--trace", str(trace), "--title", "two"]) == 0
     printed = capsys.readouterr().out
     assert "predicted step" in printed and "measured" in printed and "in all" in printed
@@ -75,7 +75,7 @@ def test_draw_cuts_a_model_and_shows_it_over_the_step_in_a_page(
 def test_draw_writes_nothing_if_it_cannot_draw(tmp_path: Path) -> None:
     file = tmp_path / "order.txt"
     file.write_text("0: 0F0 0B0\n1: 1F0\n")
-    given = ["draw", "--stages", "2", str(file), "--html", str(tmp_path / "step.html")]
+    given = ["draw", "--stages", "2", str(file), "--html", str(tmp_path / "report.html")]
     assert main(given) == 1
     assert list(tmp_path.iterdir()) == [file]
 
@@ -214,18 +214,18 @@ def test_a_plan_over_teams_is_checked_written_and_simulated(
 
 
 def test_train_starts_its_ranks_and_leaves_plan_timeline_and_picture(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gems", "train", *SMALL, "--app", "synthetic", "--steps", "3"]
+    command = [sys.executable, "-m", "gems", "train", *SMALL, "--app", "synthetic", "--steps", "3", "--samples", "32"]
     command += ["--stages", "2", "--times", "1", "--batch-size", "2", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"3 steps: loss [\d.]+ -> [\d.]+, [\d.]+ images/s", done.stdout)
+    assert re.search(r"loss: [\d.]+ -> [\d.]+ in 3 steps\nspeed: [\d.]+ images/s", done.stdout)
     assert "stashes" in done.stdout
     timeline = from_json(Timeline, (tmp_path / "timeline.json").read_text())
     assert timeline.ranks == 2 and timeline.stashes == (1, 1)
     assert all(peak.total > peak.stash > 0 for peak in timeline.peaks)
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "gems"
     assert ET.parse(tmp_path / "schedule.svg").getroot().tag.endswith("svg")
-    assert (tmp_path / "step.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_train_fails_when_a_rank_fails(tmp_path: Path) -> None:

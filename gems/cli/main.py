@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gems.cli import check, draw, machine, plan, simulate, trace, train
+from gems.cli import check, config, draw, eval, machine, plan, simulate, trace, train
 from gems.errors import GemsError
 from gems.version import __version__
 
@@ -30,8 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"gems {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, plan, simulate, draw, check, trace, machine):
+    for command in (train, eval, plan, simulate, draw, check, trace, machine):
         command.add(commands)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments and arguments[0] in ("train", "eval"):
+            both = [commands.choices[name] for name in ("train", "eval")]
+            own = commands.choices[arguments[0]]
+            arguments[1:] = config.expanded(arguments[1:], own, both)
+    except (GemsError, OSError) as error:
+        parser.exit(1, f"gems {arguments[0]}: {error}\n")
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()

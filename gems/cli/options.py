@@ -14,10 +14,11 @@ from gems.machine import MACHINES, Machine
 from gems.plans import PLACEMENTS, SCHEDULES, Plan
 
 if TYPE_CHECKING:
+    from gems.data.source import Source
     from gems.torch.planning import Study
 
 
-def add_machine(parser: argparse.ArgumentParser, purpose: str, default: str | None) -> None:
+def add_machine(parser: argparse._ActionsContainer, purpose: str, default: str | None) -> None:
     known = f"{', '.join(MACHINES)}, local (see gems machine), or a file like theirs"
     parser.add_argument("--machine", metavar="NAME", default=default, help=f"{purpose}: {known}")
 
@@ -223,7 +224,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "norm=group, layers=(3,4,23,3), in_channels=1, dims=3; may be given several times",
     )
     put("--image-size", type=int, default=32, metavar="PX", help="of squares, cubes (default 32)")
-    put("--num-classes", type=int, default=10, metavar="N", help="classes (default 10)")
+    put(
+        "--num-classes",
+        type=int,
+        metavar="N",
+        help="classes (default: as many as the data has, else 10)",
+    )
     put("--num-layers", type=int, metavar="N", help="depth, of networks that come in several")
     put("--num-filters", type=int, metavar="N", help="width of the first layer")
     put(
@@ -248,7 +254,7 @@ def model_from(given: argparse.Namespace) -> Any:
     from gems import models
 
     name = _name(given)
-    wanted = {"num_classes": given.num_classes, "image_size": given.image_size}
+    wanted = {"num_classes": classes(given), "image_size": given.image_size}
     if twice := sorted(set(wanted) & set(more)):
         raise PlanError(f"--model-option {twice[0]}: write --{twice[0].replace('_', '-')} instead")
     wanted["in_channels"] = image_shape(given)[0]
@@ -265,6 +271,38 @@ def model_from(given: argparse.Namespace) -> Any:
         return models.build(name, **(options | more))
     except ValueError as error:
         raise PlanError(str(error)) from error
+
+
+def classes(given: argparse.Namespace) -> int:
+    return 10 if given.num_classes is None else given.num_classes
+
+
+def fitted(given: argparse.Namespace, source: Source) -> None:
+    """Let the network take what the data has: its classes, channels and dims, unless told."""
+    if given.num_classes is None:
+        given.num_classes = source.classes
+    if given.num_classes < max(1, source.classes):
+        raise PlanError(
+            f"the data has {source.classes} classes ({', '.join(source.names)}), "
+            f"--num-classes is {given.num_classes}; leave it out, or label the data (--labels)"
+        )
+    given.image_size = source.shape[-1]
+    if ":" in given.model:
+        return
+    from gems import models
+
+    told, known = model_options(given), models.options_of(_name(given))
+    found = {"in_channels": source.shape[0], "dims": len(source.shape) - 1}
+    for name, value in found.items():
+        if name in known and name not in told and (name != "dims" or value != 2):
+            given.model_option = [*given.model_option, f"{name}={value}"]
+    wanted = image_shape(given)
+    if (len(wanted), wanted[0]) != (len(source.shape), source.shape[0]):
+        raise PlanError(
+            f"samples are {' x '.join(map(str, source.shape))}, and {given.model} takes images of "
+            f"{wanted[0]} channels in {len(wanted) - 1} dims; choose another network, or see "
+            "--model-option"
+        )
 
 
 def model_options(given: argparse.Namespace) -> dict[str, Any]:

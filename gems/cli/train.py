@@ -1,41 +1,34 @@
 """`gems train`: train a network on this computer's ranks, or as one rank of a cluster's.
 
 Alone it starts as many local processes as the plan takes; under torchrun, mpirun or srun it is one
-of theirs. Rank 0 shows progress; at the end the last step is drawn as it was measured.
+of theirs. Rank 0 shows progress. The run's folder gets the plan, the options in force, metrics as
+JSON lines and CSV, checkpoints, pictures of the last step as it was measured, and a report.
+
+  gems train --app medical --datapath slides --labels labels.csv --image-size 1024 --split-size 4
+  gems train --app cifar --datapath cifar-10-python.tar.gz --model resnet-v2 --num-layers 29
+  gems train --config run.yaml --resume               go on where the last checkpoint was written
+  gems train --auto 4 --memory 2GiB ...               let the planner choose for four ranks
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
-from itertools import chain, count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gems.cli.options import (
-    add_model,
-    add_plan,
-    image_shape,
-    micro_batch,
-    model_from,
-    plan_from,
-)
+from gems.cli.config import add_config, effective
+from gems.cli.data import add_data
+from gems.cli.options import add_machine, add_model, add_plan, micro_batch, plan_from
 from gems.cli.ranks import start
-from gems.draw.html import html
-from gems.draw.svg import svg
-from gems.draw.table import report
-from gems.draw.units import heading
-from gems.files import to_json, write
 from gems.plans import Plan
 
-if TYPE_CHECKING:
-    from gems.torch.trainer import Step, Trainer
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "radam")
+PRECISIONS = {"fp_32": "fp32", "fp_16": "fp16", "bp_16": "bf16"}  # as the published scripts say
 
-SAMPLES = 1 << 20  # drawn when they are asked for, so they may be many
-OTHERS = 128  # samples that accuracy is taken on at the end
-OPTIMIZERS = ("sgd", "adam", "adamw")
+
+def precision(text: str) -> str:
+    return PRECISIONS.get(text, text)
 
 
 def add(commands: Any) -> None:
@@ -45,161 +38,139 @@ def add(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_config(parser)
     add_model(parser)
     add_plan(parser)
-    group = parser.add_argument_group("the training")
+    add_data(parser)
+    add_running(parser)
+    _add_training(parser)
+    _add_folder(parser)
+    parser.set_defaults(run=lambda given: run(given, parser))
+
+
+def add_running(parser: argparse.ArgumentParser) -> None:
+    """What training and evaluation both want to know of how to run."""
+    group = parser.add_argument_group("how it runs")
     put = group.add_argument
     put(
-        "--app",
-        choices=("pictures", "synthetic"),
-        default="pictures",
-        help="data: crops of real pictures (which one is it from?), or noise",
+        "--auto",
+        type=int,
+        default=0,
+        metavar="RANKS",
+        help="let the planner choose the plan for so many ranks, instead of the plan options",
     )
-    put("--steps", type=int, default=20, metavar="N", help="updates (default 20)")
-    put("--optimizer", choices=OPTIMIZERS, default="sgd", help="default sgd, with momentum 0.9")
-    put("--learning-rate", type=float, default=0.05, metavar="LR", help="default 0.05")
-    put("--weight-decay", type=float, default=0.0, metavar="X", help="default 0")
-    put("--clip", type=float, metavar="NORM", help="largest norm of the gradient")
-    put("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default fp32")
+    put("--memory", metavar="SIZE", help="bytes per rank that plans and schedules keep to: 2GiB")
+    add_machine(group, "what costs are estimated for (default: cpu)", "cpu")
     put(
         "--costs",
         choices=("auto", "estimate", "measure"),
         default="auto",
         help="how to learn what blocks cost, to even out stages (default auto: measure on GPUs)",
     )
+    put(
+        "--precision",
+        type=precision,
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the arithmetic, by autocast (default fp32); also fp_16 and bp_16",
+    )
     put("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, else gloo")
     put("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout")
     put(
-        "--out",
+        "--checkpoint",
         type=Path,
-        default=Path("runs/train"),
-        metavar="DIR",
-        help="where plan, timeline and picture go",
+        metavar="PATH",
+        help="begin with this: a checkpoint of GEMS under any plan, or weights (.pt, .safetensors)",
     )
     put("--verbose", action="store_true", help="tell more")
-    parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the training")
+    put = group.add_argument
+    put("--num-epochs", type=int, default=1, metavar="N", help="times through the data (default 1)")
+    put("--steps", type=int, default=0, metavar="N", help="stop after so many updates")
+    put("--optimizer", choices=OPTIMIZERS, default="sgd", help="default sgd")
+    put("--learning-rate", type=float, default=0.05, metavar="LR", help="default 0.05")
+    put("--momentum", type=float, metavar="X", help="of sgd (default 0.9) and rmsprop (0)")
+    put("--weight-decay", type=float, default=0.0, metavar="X", help="default 0")
+    put(
+        "--learning-rate-decay",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply the learning rate by X every --decay-epochs (default 1: never)",
+    )
+    put("--decay-epochs", type=int, default=1, metavar="N", help="see --learning-rate-decay")
+    put(
+        "--learning-rate-schedule",
+        choices=("step", "cosine"),
+        default="step",
+        help="step: see --learning-rate-decay (default); cosine: down to 0 at the end",
+    )
+    put("--warm-up", type=int, default=0, metavar="N", help="updates of linear warm-up (default 0)")
+    put("--clip", type=float, metavar="NORM", help="largest norm of the gradient")
+    put("--accumulate", type=int, default=1, metavar="N", help="steps per update (default 1)")
+    put("--loss", choices=("cross-entropy", "dice"), default="cross-entropy", help="default first")
+    put(
+        "--class-weights",
+        metavar="W",
+        help="weights of the classes in the loss: 1,2.5 or balanced, by how rare each is",
+    )
+    put("--ignore-index", type=int, default=-100, metavar="N", help="class that does not count")
+    put(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="flip and turn samples, and vary their colours",
+    )
+    put(
+        "--enable-evaluation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="judge by the samples held out after each epoch and at the end (default), and keep "
+        "the best checkpoint",
+    )
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the folder of the run")
+    put = group.add_argument
+    put("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="default runs/train")
+    put("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    put("--overwrite", action="store_true", help="start over in a folder that has checkpoints")
+    put(
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="write a checkpoint every N updates (default: after each epoch)",
+    )
+    put(
+        "--keep-checkpoints",
+        type=int,
+        default=2,
+        metavar="N",
+        help="how many of the newest checkpoints stay, besides the best one (default 2)",
+    )
+    put(
+        "--save",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write checkpoints at all (default)",
+    )
+    put("--export", type=Path, metavar="FILE", help="write the final weights: .pt or .safetensors")
+    put("--tensorboard", action="store_true", help="log for TensorBoard, too")
+
+
+def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from gems.torch.launch import place
 
-    plan = plan_from(given)
+    plan: Plan | str = "auto" if given.auto else plan_from(given)
+    world = given.auto if isinstance(plan, str) else plan.world
     micro_batch(given)
-    if plan.world > 1 and place() is None:
-        return start([sys.executable, "-m", "gems", *sys.argv[1:]], plan.world)
-    _train(given, plan)
-    return 0
+    if world > 1 and place() is None:
+        return start([sys.executable, "-m", "gems", *sys.argv[1:]], world)
+    from gems.cli.job import Job
 
-
-def _train(given: argparse.Namespace, plan: Plan) -> None:
-    import torch
-
-    from gems.data.loader import Loader
-    from gems.torch.trainer import Trainer
-
-    torch.manual_seed(given.seed)
-    size = micro_batch(given)
-    trainer = Trainer(
-        model_from(given),
-        torch.nn.functional.cross_entropy,
-        lambda parameters: _optimizer(given, parameters),
-        sample=torch.empty(size, *image_shape(given)),
-        plan=plan,
-        costs=given.costs,
-        precision=given.precision,
-        clip=given.clip,
-        seed=given.seed,
-        backend=given.backend,
-    )
-    loader = Loader(_data(given), size * plan.total, seed=given.seed, last="drop")
-    with _progress(trainer.rank == 0, given.steps) as show:
-        for images, labels in islice(chain.from_iterable(map(loader.epoch, count())), given.steps):
-            show(trainer.step(images, labels))
-    _finish(given, trainer, _data(given, seed=1))
-    trainer.close()
-
-
-def _optimizer(given: argparse.Namespace, parameters: Any) -> Any:
-    import torch
-
-    if given.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, given.learning_rate, momentum=0.9, weight_decay=given.weight_decay
-        )
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[given.optimizer]
-    return kind(parameters, given.learning_rate, weight_decay=given.weight_decay)
-
-
-def _data(given: argparse.Namespace, seed: int = 0) -> Any:
-    if given.app == "pictures":
-        from gems.data.pictures import Pictures
-
-        return Pictures(given.image_size, given.num_classes, SAMPLES, seed)
-    from gems.data.synthetic import Synthetic
-
-    return Synthetic(given.image_size, given.num_classes, samples=SAMPLES, seed=seed)
-
-
-@contextlib.contextmanager
-def _progress(shown: bool, steps: int) -> Iterator[Any]:
-    """A bar on standard error, and at the end the first and last loss on standard output."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    seen: list[Step] = []
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:.1f} images/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("training", total=steps, loss=float("nan"), speed=0.0)
-
-        def show(step: Step) -> None:
-            seen.append(step)
-            recent = seen[-5:]
-            speed = sum(s.samples for s in recent) / sum(s.seconds for s in recent)
-            progress.update(task, advance=1, loss=step.loss, speed=speed)
-
-        yield show
-    if shown and seen:
-        steady = seen[1:] or seen
-        speed = sum(s.samples for s in steady) / sum(s.seconds for s in steady)
-        print(
-            f"{len(seen)} steps: loss {seen[0].loss:.4f} -> {seen[-1].loss:.4f}, "
-            f"{speed:.1f} images/s"
-        )
-
-
-def _finish(given: argparse.Namespace, trainer: Trainer, data: Any) -> None:
-    """Accuracy on samples that training did not draw, and the last step, drawn as measured."""
-    import torch
-
-    from gems.data.loader import Loader
-    from gems.simulation import virtual
-
-    timeline = trainer.timeline()
-    images, labels = next(Loader(data, OTHERS, seed=given.seed).epoch())
-    scores = trainer.predict(images)
-    if trainer.rank != 0:
-        return
-    right = (scores.argmax(1) == torch.from_numpy(labels)).double().mean().item()
-    alone = virtual(timeline, trainer.schedule, trainer.plan)
-    print(f"accuracy on {len(labels)} other samples: {100 * right:.0f}%")
-    print(f"as if every rank had a core of its own: {heading(alone)}")
-    print(report(timeline))
-    write(given.out / "plan.json", to_json(trainer.plan))
-    write(given.out / "schedule.txt", str(trainer.schedule))
-    write(given.out / "timeline.json", to_json(timeline))
-    title = f"{given.model}, {trainer.plan.schedule}"
-    for name, drawn in (("schedule", timeline), ("virtual", alone)):
-        print(f"wrote {write(given.out / f'{name}.svg', svg(drawn, title, trainer.plan))}")
-    print(f"wrote {write(given.out / 'step.html', html(timeline, title, trainer.plan))}")
+    return Job(given, plan, effective(given, parser)).run()

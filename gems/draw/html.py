@@ -40,15 +40,17 @@ def html(
     plan: Plan | None = None,
     below: Timeline | None = None,
     cut: str = "",
+    above: str = "",
 ) -> str:
-    """The page. `below` is another step of the same plan; `cut` an SVG to stand above the step."""
+    """The page. `below` is another step of the same plan; `cut` an SVG to stand above the step,
+    `above` any HTML."""
     sides = (timeline,) if below is None else aligned(timeline, below)
     parts = {
         "title": escape(title or "One step"),
         "about": escape(described(plan) if plan else ""),
         "heading": escape(heading(timeline) if below is None else difference(timeline, below)),
         "style": _read("page.css") + (_following() if cut else ""),
-        "cut": f'<div class="cut">\n{cut}</div>' if cut else "",
+        "cut": above + (f'<div class="cut">\n{cut}</div>' if cut else ""),
         "numbers": escape("\n".join(report(side) for side in (timeline, below) if side)),
         "data": _embedded(_data(sides, plan)),
         "script": _read("page.js"),

@@ -542,6 +542,13 @@ class Trainer:
             raise GemsError("nothing has run yet; call step first")
         return merged(self.transport.gather(self._local))
 
+    @property
+    def peak(self) -> int:
+        """Most live bytes of this rank in the last step or prediction."""
+        if self._local is None:
+            return 0
+        return max((memory.total for memory in self._local.peaks), default=0)
+
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
         self.closed = True

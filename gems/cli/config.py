@@ -1,0 +1,140 @@
+"""Options from a file: YAML or TOML, with the names that the command line has."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gems.errors import GemsError, faults
+
+NOT_SAVED = {"help", "config", "resume", "overwrite"}  # they are about one start, not about the run
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="options from a YAML or TOML file, by the names they have here without the dashes in "
+        "front (num-epochs: 5); the command line wins over the file",
+    )
+
+
+def expanded(
+    arguments: Sequence[str],
+    parser: argparse.ArgumentParser,
+    others: Iterable[argparse.ArgumentParser] = (),
+) -> list[str]:
+    """The arguments of a command with those of its --config in front, so that later ones win.
+
+    Options of the `others` may be in the file, too: `gems eval` takes the file of a training run.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_config(first)
+    path = first.parse_known_args(list(arguments))[0].config
+    if path is None:
+        return list(arguments)
+    values = read(path)
+    elsewhere = {name for other in others for name in other._option_string_actions}
+    mine = {
+        name: value
+        for name, value in values.items()
+        if _flag(name) in parser._option_string_actions or _flag(name) not in elsewhere
+    }
+    return [*written(mine, parser, str(path)), *arguments]
+
+
+def _flag(name: object) -> str:
+    return "--" + str(name).replace("_", "-")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The file as names and values."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = _toml(text) if path.suffix == ".toml" else _yaml(text)
+    except ValueError as error:
+        raise GemsError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise GemsError(f"{path} holds {type(found).__name__}; write lines like num-epochs: 5")
+    return found
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _toml(text: str) -> Any:
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return tomllib.loads(text)
+
+
+def written(values: dict[str, Any], parser: argparse.ArgumentParser, path: str) -> list[str]:
+    """Names and values as one would type them."""
+    actions = parser._option_string_actions
+    known = sorted(name[2:] for name in actions if name.startswith("--"))
+    found: list[str] = []
+    wrong: list[str] = []
+    for name, value in values.items():
+        flag = _flag(name)
+        if flag not in actions or flag[2:] in ("help", "config"):
+            near = difflib.get_close_matches(str(name), known, 1)
+            wrong.append(f"{name}" + (f" (do you mean {near[0]}?)" if near else ""))
+            continue
+        try:
+            found += _typed(flag, actions[flag], value)
+        except ValueError as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise GemsError(faults(f"{path} has options that {parser.prog} does not take:", wrong))
+    return found
+
+
+def _typed(flag: str, action: argparse.Action, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return [flag if value else f"--no-{flag[2:]}"]
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return [flag] if value else []
+    if isinstance(value, (list, tuple)):
+        if isinstance(action, argparse._AppendAction):
+            return [f"{flag}={one}" for one in value]
+        return [f"{flag}={','.join(map(str, value))}"]
+    return [f"{flag}={value}"]
+
+
+def effective(given: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """All options as they are in force, as YAML that --config takes."""
+    import yaml
+
+    values: dict[str, Any] = {}
+    for action in parser._actions:
+        names = [name[2:] for name in action.option_strings if name.startswith("--")]
+        synonym = isinstance(action, argparse._StoreConstAction) and action.const is not True
+        if not names or synonym or action.dest in NOT_SAVED:
+            continue
+        value = getattr(given, action.dest, None)
+        if value is not None:
+            values[names[0]] = _plain(value)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

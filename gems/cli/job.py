@@ -1,0 +1,280 @@
+"""One rank of a training run: data, trainer, checkpoints and metrics, from wherever it starts."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gems.cli.data import divided, loader
+from gems.cli.journal import Journal
+from gems.cli.judge import HEADLINES, predicted
+from gems.cli.options import fitted, micro_batch, model_from
+from gems.cli.progress import Pace, bar
+from gems.cli.results import finish
+from gems.data.augment import Augment
+from gems.draw.units import size
+from gems.errors import GemsError
+from gems.files import to_json, write
+from gems.plans import Plan
+from gems.timeline import Timeline
+from gems.torch.interrupt import Interrupt
+from gems.torch.learning import learning_rates, optimizer
+from gems.torch.losses import loss
+from gems.torch.manifest import latest
+from gems.torch.trainer import Step, Trainer
+from gems.torch.weight_files import read_weights
+
+if TYPE_CHECKING:
+    from gems.data.source import Source
+
+log = logging.getLogger(__name__)
+
+
+class Job:
+    """A run of `gems train` as one rank sees it.
+
+    `epoch` and `within`, its batches done, say which batch comes next. They travel in every
+    checkpoint, so that a run that was stopped goes on with the batch it had not seen.
+    """
+
+    def __init__(self, given: argparse.Namespace, plan: Plan | str, options: str) -> None:
+        self.given, self.options = given, options
+        self.epoch = self.within = 0
+        self.best = -math.inf
+        self.timeline: Timeline | None = None  # of the last step
+        self.checkpoints = given.out / "checkpoints"
+        self.start = self._where_to_start()
+        self.train, self.rest = divided(given)
+        fitted(given, self.train)
+        self.size = micro_batch(given) * (2 * given.auto if isinstance(plan, str) else plan.total)
+        augment = Augment() if given.augment else None
+        self.batches = loader(given, self.train, self.size, shuffle=True, augment=augment)
+        self.interrupt = Interrupt()
+        self.trainer = trainer_from(
+            given,
+            plan,
+            self.train,
+            loss=loss(given.loss, self._class_weights(), given.ignore_index),
+            optimizer=lambda parameters: optimizer(
+                given.optimizer,
+                parameters,
+                given.learning_rate,
+                weight_decay=given.weight_decay,
+                momentum=given.momentum,
+            ),
+            scheduler=self._scheduler,
+            clip=given.clip,
+            accumulate=given.accumulate,
+            interrupt=self.interrupt,
+        )
+        self.first = self.trainer.rank == 0
+        self.pace = Pace()
+
+    # --- setting up -----------------------------------------------------------------------------
+
+    def _where_to_start(self) -> Path | None:
+        """The checkpoint to begin with, if any."""
+        given, newest = self.given, latest(self.checkpoints)
+        if given.resume and newest is not None:
+            return newest
+        if newest is not None and not given.overwrite:
+            raise GemsError(
+                f"{self.checkpoints} has checkpoints of an earlier run ({newest.name}); go on with "
+                "--resume, choose another --out, or start over with --overwrite"
+            )
+        return given.checkpoint
+
+    def _class_weights(self) -> list[float] | None:
+        text, classes = self.given.class_weights, self.given.num_classes
+        if text is None:
+            return None
+        if text == "balanced":
+            return balanced(self.train, classes)
+        try:
+            weights = [float(word) for word in text.split(",")]
+        except ValueError:
+            raise GemsError(f"--class-weights {text!r}: write numbers, or balanced") from None
+        if len(weights) != classes:
+            raise GemsError(f"--class-weights {text}: {len(weights)} numbers, {classes} classes")
+        return weights
+
+    @property
+    def steps(self) -> int:
+        """Calls of `trainer.step` of the whole run."""
+        most = self.given.num_epochs * self.batches.steps
+        wanted = self.given.steps * self.given.accumulate
+        return min(most, wanted) if wanted else most
+
+    def _scheduler(self, steered: torch.optim.Optimizer) -> Any:
+        given, per_update = self.given, self.given.accumulate
+        if given.learning_rate_schedule == "cosine":
+            options = {"steps": max(1, self.steps // per_update)}
+        else:
+            every = given.decay_epochs * self.batches.steps // per_update
+            options = {"factor": given.learning_rate_decay, "every": max(1, every)}
+        factor = learning_rates(given.learning_rate_schedule, warm_up=given.warm_up, **options)
+        return torch.optim.lr_scheduler.LambdaLR(steered, factor)
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """To the end, or until somebody wants it stopped; gives the exit code."""
+        begin(self.trainer, self.start, self._take_position)
+        self.journal = Journal(
+            self.given.out,
+            writes=self.first,
+            tensorboard=self.given.tensorboard,
+            after=self.trainer.steps,
+        )
+        if self.first:
+            write(self.given.out / "config.yaml", self.options)
+            write(self.given.out / "plan.json", to_json(self.trainer.plan))
+        with self.interrupt, bar("training", self.steps, self.first, self.trainer.steps) as show:
+            stopped = self._train(show)
+        if stopped:
+            self._stop()
+            return self.interrupt.code
+        self._end()
+        return 0
+
+    def _take_position(self, extra: Any) -> None:
+        self.epoch, self.best = extra["epoch"], extra["best"]
+        self.within, rest = divmod(extra["samples"], self.size)
+        if extra["samples"] == len(self.train):  # the last batch of an epoch may be smaller
+            self.within = self.batches.steps
+        elif rest:
+            raise GemsError(
+                f"the checkpoint was written after {extra['samples']} samples of epoch "
+                f"{self.epoch}, which is no whole number of steps of {self.size} samples; choose "
+                "--batch-size so that a step takes as many samples as before"
+            )
+
+    def _train(self, show: Any) -> bool:
+        """Whether it was interrupted."""
+        every = self.given.save_every * self.given.accumulate
+        while self._unfinished():
+            for images, targets in self.batches.epoch(self.epoch, start=self.within):
+                step = self.trainer.step(images, targets)
+                self.within += 1
+                self._note(step, show)
+                if step.interrupted:
+                    return True
+                if every and self.trainer.steps % every == 0:
+                    self._save()
+                if self._enough():
+                    break
+            if self.within == self.batches.steps:
+                self.epoch, self.within = self.epoch + 1, 0
+            if over := not self._unfinished():
+                self.timeline = self.trainer.timeline()
+            self._judge()
+            if not every or (over and self.trainer.steps % every):
+                self._save()
+        return False
+
+    def _enough(self) -> bool:
+        """Whether --steps have been done."""
+        wanted = self.given.steps * self.given.accumulate
+        return 0 < wanted <= self.trainer.steps
+
+    def _unfinished(self) -> bool:
+        return self.epoch < self.given.num_epochs and not self._enough()
+
+    def _note(self, step: Step, show: Any) -> None:
+        self.pace.add(step.samples, step.seconds)
+        rate = self.trainer.optimizer.param_groups[0]["lr"] if self.trainer.optimizer else 0.0
+        show(f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}")
+        numbers = {"loss": step.loss, "learning_rate": rate, "images_per_second": self.pace.now}
+        if step.norm is not None:
+            numbers["gradient_norm"] = step.norm
+        self.journal.note("train", self.trainer.steps, epoch=self.epoch, **numbers)
+
+    def _judge(self) -> None:
+        """Metrics of the samples held out; the best so far is kept."""
+        if not self.given.enable_evaluation:
+            return
+        found, _ = predicted(self.given, self.trainer, self.rest, self.size, self.first)
+        self.journal.note("eval", self.trainer.steps, epoch=self.epoch, **found)
+        score = found[HEADLINES[self.rest.task]]
+        if score > self.best:
+            self.best = score
+            if self.given.save:
+                self._save("best", keep=1)
+
+    def _save(self, stem: str = "step", keep: int = 0) -> None:
+        if self.given.save:
+            self.trainer.save(
+                self.checkpoints / f"{stem}-{self.trainer.steps:06d}",
+                extra={"epoch": self.epoch, "samples": self._seen(), "best": self.best},
+                keep=keep or self.given.keep_checkpoints,
+            )
+
+    def _seen(self) -> int:
+        """Samples of the epoch under way."""
+        return min(self.within * self.size, len(self.train))
+
+    def _stop(self) -> None:
+        self._save()
+        self.journal.close()
+        if self.first:
+            how = "go on with --resume" if self.given.save else "nothing was saved (--no-save)"
+            print(f"stopped after step {self.trainer.steps}; {how}", file=sys.stderr)
+        self.batches.close()
+        self.trainer.close()
+
+    def _end(self) -> None:
+        if self.given.export:
+            self.trainer.export(self.given.export)
+        finish(self)
+        self.journal.close()
+        self.batches.close()
+        self.trainer.close()
+
+
+def trainer_from(
+    given: argparse.Namespace, plan: Plan | str, source: Source, **more: Any
+) -> Trainer:
+    """The network that was asked for, on samples like the source's."""
+    torch.manual_seed(given.seed)
+    return Trainer(
+        model_from(given),
+        sample=torch.empty(micro_batch(given), *source.shape),
+        plan=plan,
+        memory=given.memory,
+        costs=given.costs,
+        machine=given.machine,
+        precision=given.precision,
+        seed=given.seed,
+        backend=given.backend,
+        **more,
+    )
+
+
+def begin(trainer: Trainer, path: Path | None, position: Any = None) -> None:
+    """Take a checkpoint, or weights alone; `position` is told where the data was."""
+    if path is None:
+        return
+    if path.is_dir():
+        extra = trainer.load(path)
+        if position is not None and extra:
+            position(extra)
+    else:
+        trainer.load_state_dict(read_weights(path))
+
+
+def balanced(source: Source, classes: int) -> list[float]:
+    """Weights that make rare classes count as much as frequent ones: n / (classes x count)."""
+    if source.task != "classify":
+        raise GemsError("--class-weights balanced counts labels; for masks, give numbers")
+    counts = [0] * classes
+    for i in range(len(source)):
+        counts[int(source.target(i, ()))] += 1
+    if empty := [c for c, n in enumerate(counts) if not n]:
+        raise GemsError(f"--class-weights balanced: no sample to train on has class {empty[0]}")
+    return [len(source) / (classes * n) for n in counts]

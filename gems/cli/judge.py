@@ -1,0 +1,48 @@
+"""How good a network is: metrics over samples it was not trained on."""
+
+from __future__ import annotations
+
+import argparse
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from gems.cli.data import loader
+from gems.cli.progress import Pace, bar
+from gems.torch.metrics import Scores
+
+if TYPE_CHECKING:
+    from gems.data.source import Source
+    from gems.torch.trainer import Trainer
+
+TASKS = {"classify": "classification", "segment": "segmentation"}
+HEADLINES = {"classify": "accuracy", "segment": "dice"}  # by which the best checkpoint is chosen
+UNLABELLED = -1
+
+
+def predicted(
+    given: argparse.Namespace, trainer: Trainer, source: Source, size: int, shown: bool
+) -> tuple[dict[str, float], torch.Tensor | None]:
+    """Metrics of all samples of a source, in batches of `size`; the same on every rank.
+
+    And the probabilities of each sample's classes; of masks, that would be too much.
+    """
+    scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
+    pace, labelled = Pace(), 0
+    likely: list[torch.Tensor] = []
+    with loader(given, source, size) as batches, bar("judging", batches.steps, shown) as show:
+        for images, targets in batches.epoch(0):
+            start = perf_counter()
+            output = trainer.predict(images)
+            known = torch.as_tensor(targets[:])
+            if source.task == "classify":
+                likely.append(output.float().softmax(1))
+                output, known = output[known != UNLABELLED], known[known != UNLABELLED]
+            labelled += len(known)
+            if len(known):
+                scores.add(output, known)
+            pace.add(len(images), perf_counter() - start)
+            show(f"{pace.now:.1f} images/s")
+    found = scores.summary() if labelled else {}
+    return found, torch.cat(likely) if likely else None

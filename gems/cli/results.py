@@ -1,0 +1,70 @@
+"""The end of a training run: what came out, printed, drawn, and on one page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gems.draw.report import report_page
+from gems.draw.svg import svg
+from gems.draw.table import report
+from gems.draw.units import heading, size
+from gems.files import to_json, write
+from gems.simulation import virtual
+
+if TYPE_CHECKING:
+    from gems.cli.job import Job
+    from gems.cli.journal import Journal
+
+
+def finish(job: Job) -> None:
+    """Rank 0 says how it went, and writes pictures of the last step and the report."""
+    if not job.first:
+        return
+    facts = _facts(job)
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    if job.timeline is None:
+        print("no step was left to do")
+        return
+    plan, timeline, out = job.trainer.plan, job.timeline, job.given.out
+    alone = virtual(timeline, job.trainer.schedule, plan)
+    print(f"as if every rank had a core of its own: {heading(alone)}")
+    print(report(timeline))
+    title = f"{job.given.model}, {plan.schedule}"
+    write(out / "schedule.txt", str(job.trainer.schedule))
+    write(out / "timeline.json", to_json(timeline))
+    for name, drawn in (("schedule", timeline), ("virtual", alone)):
+        print(f"wrote {write(out / f'{name}.svg', svg(drawn, title, plan))}")
+    page = report_page(title, timeline, plan, facts, _charts(job.journal), job.options)
+    print(f"wrote {write(out / 'report.html', page)}")
+
+
+def _facts(job: Job) -> dict[str, str]:
+    losses = [value for _, value in job.journal.of("train", "loss")]
+    facts = {}
+    if losses:
+        facts["loss"] = f"{losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps"
+    if job.pace.steps:
+        facts["speed"] = f"{job.pace.steady:.1f} images/s"
+    if job.timeline is not None:
+        peaks = [size(memory.total) for memory in job.timeline.peaks]
+        facts["live bytes at most"] = ", ".join(peaks) + " (rank by rank)"
+    for name in job.journal.names("eval"):
+        if name != "epoch":
+            facts[f"{name}, {len(job.rest)} held-out samples"] = _last(job.journal, name)
+    return facts
+
+
+def _last(journal: Journal, name: str) -> str:
+    return f"{journal.of('eval', name)[-1][1]:.4f}"
+
+
+def _charts(journal: Journal) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
+    """Loss, metrics, speed and learning rate over steps."""
+    judged = {n: journal.of("eval", n) for n in journal.names("eval") if n != "epoch"}
+    parts = [("loss", {"training": journal.of("train", "loss")})]
+    if judged:
+        parts.append(("held out", judged))
+    for name in ("images_per_second", "learning_rate"):
+        parts.append((name.replace("_", " "), {name: journal.of("train", name)}))
+    return parts

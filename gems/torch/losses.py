@@ -1,0 +1,43 @@
+"""Losses of the command line, over a micro-batch: of classes, or of every pixel's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.functional import cross_entropy, one_hot
+
+Tensor = torch.Tensor
+LOSSES = ("cross-entropy", "dice")
+
+
+def loss(
+    name: str, weights: Sequence[float] | None = None, ignore: int = -100
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """`loss(output, target)`; outputs are scores (N, classes, ...), targets class numbers (N, ...).
+
+    `weights` are those of the classes, `ignore` a class number that does not count. `dice` is
+    cross entropy plus one minus the mean Dice coefficient of the classes, over all pixels of a
+    micro-batch.
+    """
+    if name not in LOSSES:
+        raise ValueError(f"loss {name!r} is unknown; choose one of {', '.join(LOSSES)}")
+
+    def by_entropy(output: Tensor, target: Tensor) -> Tensor:
+        weight = None if weights is None else output.new_tensor(weights)
+        return cross_entropy(output, target, weight, ignore_index=ignore)
+
+    def by_dice(output: Tensor, target: Tensor) -> Tensor:
+        return by_entropy(output, target) + 1 - soft_dice(output, target, ignore)
+
+    return by_dice if name == "dice" else by_entropy
+
+
+def soft_dice(output: Tensor, target: Tensor, ignore: int = -100) -> Tensor:
+    """The Dice coefficient of probabilities, averaged over classes."""
+    counted = target != ignore
+    share = output.softmax(1) * counted.unsqueeze(1)
+    wanted = one_hot(target * counted, output.shape[1]).movedim(-1, 1) * counted.unsqueeze(1)
+    rest = [d for d in range(output.dim()) if d != 1]
+    both = (share * wanted).sum(rest)
+    return ((2 * both + 1) / (share.sum(rest) + wanted.sum(rest) + 1)).mean()
