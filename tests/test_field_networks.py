@@ -15,7 +15,9 @@ from gems.graph import crossings
 from gems.planner.assign import stages_by_name
 from gems.plans import Plan
 from gems.torch.trace import trace
-from tests.exact import alone, assert_equal, plainly, planned
+from gems.transport.core import Transport
+from tests.exact import alone, assert_equal, join, plainly, planned, trained
+from tests.worlds import spawn
 
 CLASSES = 3
 RELAYNET = ("relaynet", {"width": 3, "num_classes": CLASSES}, (1, 27, 22))
@@ -107,3 +109,13 @@ def test_the_dropout_of_a_cosmoflow_is_that_of_one_rank() -> None:
     model, data = network(MLPERF, dropout=0.5), data_for(MLPERF, 2)
     plan = Plan(stages=2, micro_batches=2, schedule="1f1b", spatial=[(2, 1, 1)])
     assert_equal(planned(model, data, plan, mse_loss), alone(model, data, 2, mse_loss))
+
+
+def rank(transport: Transport, plan: Plan) -> Any:
+    return trained(transport, network(RELAYNET), data_for(RELAYNET, 4), plan)
+
+
+def test_pooling_indices_travel_between_processes_too() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="1f1b", spatial=[(2, 1)])
+    expected = plainly(network(RELAYNET), data_for(RELAYNET, 4), 2)
+    assert_equal(join(spawn(plan.world, rank, plan)), expected)

@@ -309,6 +309,16 @@ def test_amoebanet_says_everything_that_is_wrong_at_once() -> None:
         amoebanet(num_layers=4, num_filters=12, drop_path=1.0)
 
 
+@pytest.mark.parametrize("name", ["unet", "relaynet"])
+def test_an_image_too_small_to_be_halved_so_often_is_refused(name: str) -> None:
+    model = models.build(name, width=2, levels=3, in_channels=1, num_classes=2)
+    least = 8 if name == "relaynet" else 4
+    assert model(torch.randn(2, 1, least + 1, least)).shape == (2, 2, least + 1, least)
+    words = f"image of 9x{least - 1} cannot be halved {least.bit_length() - 1} times; take sides of"
+    with pytest.raises(ValueError, match=words):
+        model(torch.randn(2, 1, 9, least - 1))
+
+
 def test_unet_runs_on_volumes_with_odd_sides() -> None:
     model = models.build("unet", dims=3, width=2, levels=3, in_channels=1)
     assert model(torch.randn(1, 1, 9, 6, 7)).shape == (1, 2, 9, 6, 7)

@@ -59,6 +59,12 @@ class ReLayNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        halvings = len(self.encoder)
+        if min(x.shape[2:]) < 2**halvings:
+            raise ValueError(
+                f"an image of {'x'.join(map(str, x.shape[2:]))} cannot be halved {halvings} times; "
+                f"take sides of {2**halvings} or more, or fewer levels"
+            )
         skips: list[tuple[Tensor, Tensor]] = []
         for block in self.encoder:
             skip = block(x)

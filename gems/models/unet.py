@@ -67,6 +67,12 @@ class UNet(nn.Module):
         self.head = _CONV[dims](width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        halvings = len(self.encoder) - 1
+        if min(x.shape[2:]) < 2**halvings:
+            raise ValueError(
+                f"an image of {'x'.join(map(str, x.shape[2:]))} cannot be halved {halvings} times; "
+                f"take sides of {2**halvings} or more, or fewer levels"
+            )
         skips: list[Tensor] = []
         for level, block in enumerate(self.encoder):
             x = block(x if level == 0 else self.pool(x))
