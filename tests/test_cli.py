@@ -214,8 +214,9 @@ def test_a_plan_over_teams_is_checked_written_and_simulated(
 
 
 def test_train_starts_its_ranks_and_leaves_plan_timeline_and_picture(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gems", "train", *SMALL, "--app", "synthetic", "--steps", "3", "--samples", "32"]
-    command += ["--stages", "2", "--times", "1", "--batch-size", "2", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "gems", "train", *SMALL, "--app", "synthetic", "--steps", "3"]
+    command += ["--stages", "2", "--times", "1", "--batch-size", "2", "--samples", "32"]
+    command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"loss: [\d.]+ -> [\d.]+ in 3 steps\nspeed: [\d.]+ images/s", done.stdout)
