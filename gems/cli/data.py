@@ -36,7 +36,13 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         "of any size; folders: pictures, a folder per class; volumes: 3-D, HDF5 or Zarr; pictures "
         "(default): crops of real pictures that come with scikit-image, which one is it from?",
     )
-    put("--datapath", type=Path, metavar="PATH", help="slides, files or folders of --app")
+    put(
+        "--datapath",
+        type=Path,
+        metavar="PATH",
+        help="slides, files or folders of --app (medical has a sample: immunohistochemistry, 512 x "
+        "512, positive or negative)",
+    )
     put(
         "--labels",
         metavar="WHAT",
@@ -74,7 +80,12 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         help="medical: slides that cannot be read are reported and left out (default), or an error",
     )
     put("--samples", type=int, default=1024, metavar="N", help="synthetic, pictures: how many")
-    put("--task", choices=TASKS, default="classify", help="synthetic: labels or masks")
+    put(
+        "--task",
+        choices=TASKS,
+        default="classify",
+        help="synthetic, and the sample slide: labels (default) or masks",
+    )
     put(
         "--num-workers",
         type=int,
@@ -148,6 +159,8 @@ def _names(given: argparse.Namespace) -> tuple[str, ...] | None:
 def _medical(given: argparse.Namespace) -> Any:
     from gems.data.slides import Slides
 
+    if given.datapath is None:
+        _take_sample(given)
     return Slides(
         _path(given),
         given.image_size,
@@ -161,6 +174,18 @@ def _medical(given: argparse.Namespace) -> Any:
         tissue=given.tissue,
         bad=given.bad_slides,
     )
+
+
+def _take_sample(given: argparse.Namespace) -> None:
+    """A slide of real tissue that comes with a dependency, its tiles labelled by their stain."""
+    from gems.data.sample import sample_slides
+
+    sample = sample_slides(given.out / "sample", given.image_size)
+    given.datapath = sample.slide
+    if given.masks or given.task == "segment":
+        given.masks, given.class_names, given.tissue = sample.masks, ",".join(sample.names), 0.0
+    else:
+        given.labels = given.labels or sample.labels
 
 
 def _cifar(given: argparse.Namespace) -> Any:

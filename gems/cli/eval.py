@@ -19,6 +19,7 @@ from typing import Any
 
 from gems.cli.config import add_config
 from gems.cli.data import add_data
+from gems.cli.heat import add_heat, heat_maps, wanted
 from gems.cli.options import add_model, add_plan, micro_batch, plan_from
 from gems.cli.ranks import start
 from gems.cli.train import add_running
@@ -45,14 +46,8 @@ def add(commands: Any) -> None:
     put = group.add_argument
     put("--part", choices=PARTS, default="held-out", help="which samples (default held-out)")
     put("--ignore-index", type=int, default=-100, metavar="N", help="class that does not count")
-    put(
-        "--heat-map",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="medical: write a heat map of every slide (default)",
-    )
-    put("--shown-class", metavar="NAME", help="class that heat maps show (default: the last)")
     put("--out", type=Path, default=Path("runs/eval"), metavar="DIR", help="default runs/eval")
+    add_heat(parser, default=True)
     parser.set_defaults(run=run)
 
 
@@ -86,8 +81,8 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
         for name, value in found.items():
             print(f"{name}, {len(source)} samples: {value:.4f}")
         print(f"wrote {write(given.out / 'metrics.json', json.dumps(found, indent=1) + chr(10))}")
-        if given.app == "medical" and given.heat_map and probabilities is not None:
-            _map(given, source, probabilities)
+        if wanted(given, source) and probabilities is not None:
+            heat_maps(given, source, probabilities)
     trainer.close()
 
 
@@ -102,32 +97,3 @@ def chosen(path: Path) -> Path:
     if found := (best[-1] if best else manifest.latest(folder)):
         return found
     raise GemsError(f"{path} is no checkpoint, no run with checkpoints, and no file of weights")
-
-
-def _map(given: argparse.Namespace, source: Any, probabilities: Any) -> None:
-    """One heat map per slide."""
-    from gems.data.heatmap import heat_map
-    from gems.data.source import Subset
-
-    names = list(source.names) or [f"class {i}" for i in range(given.num_classes)]
-    shown = _shown(given.shown_class, names)
-    whole: Any = source.source if isinstance(source, Subset) else source
-    indices = source.indices if isinstance(source, Subset) else range(len(source))
-    places = [whole.place(int(i)) for i in indices]
-    covered = {tiles.path: tiles.covered for tiles in whole.tiles}
-    for slide in dict.fromkeys(path for path, _, _ in places):
-        rows = [row for row, (path, _, _) in enumerate(places) if path == slide]
-        coords = [places[row][1:] for row in rows]
-        maps = heat_map(
-            given.out, slide, coords, covered[slide], probabilities[rows].numpy(), names, shown
-        )
-        for path in (maps.png, maps.geojson, maps.ome):
-            print(f"wrote {path}")
-
-
-def _shown(name: str | None, names: list[str]) -> int | None:
-    if name is None:
-        return None
-    if name not in names:
-        raise GemsError(f"--shown-class {name} is none of {', '.join(names)}")
-    return names.index(name)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gems.cli.data import divided, loader
+from gems.cli.data import divided, loader, source_from
+from gems.cli.heat import heat_maps, wanted
 from gems.cli.journal import Journal
 from gems.cli.judge import HEADLINES, predicted
 from gems.cli.options import fitted, micro_batch, model_from
@@ -231,10 +232,18 @@ class Job:
     def _end(self) -> None:
         if self.given.export:
             self.trainer.export(self.given.export)
-        finish(self)
+        finish(self, self._maps())
         self.journal.close()
         self.batches.close()
         self.trainer.close()
+
+    def _maps(self) -> list[Path]:
+        """Heat maps of the slides, with all their tiles."""
+        source = source_from(self.given) if wanted(self.given, self.train) else None
+        if source is None:
+            return []
+        _, likely = predicted(self.given, self.trainer, source, self.size, self.first)
+        return heat_maps(self.given, source, likely) if self.first and likely is not None else []
 
 
 def trainer_from(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gems.draw.report import report_page
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from gems.cli.journal import Journal
 
 
-def finish(job: Job) -> None:
+def finish(job: Job, maps: list[Path]) -> None:
     """Rank 0 says how it went, and writes pictures of the last step and the report."""
     if not job.first:
         return
@@ -35,8 +37,13 @@ def finish(job: Job) -> None:
     write(out / "timeline.json", to_json(timeline))
     for name, drawn in (("schedule", timeline), ("virtual", alone)):
         print(f"wrote {write(out / f'{name}.svg', svg(drawn, title, plan))}")
-    page = report_page(title, timeline, plan, facts, _charts(job.journal), job.options)
+    shown = [(f"heat map of {path.stem}", _url(path)) for path in maps]
+    page = report_page(title, timeline, plan, facts, _charts(job.journal), job.options, shown)
     print(f"wrote {write(out / 'report.html', page)}")
+
+
+def _url(picture: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
 
 
 def _facts(job: Job) -> dict[str, str]:

@@ -5,6 +5,7 @@ of theirs. Rank 0 shows progress. The run's folder gets the plan, the options in
 JSON lines and CSV, checkpoints, pictures of the last step as it was measured, and a report.
 
   gems train --app medical --datapath slides --labels labels.csv --image-size 1024 --split-size 4
+  gems train --app medical --image-size 64            a sample of real tissue: no file is needed
   gems train --app cifar --datapath cifar-10-python.tar.gz --model resnet-v2 --num-layers 29
   gems train --config run.yaml --resume               go on where the last checkpoint was written
   gems train --auto 4 --memory 2GiB ...               let the planner choose for four ranks
@@ -19,6 +20,7 @@ from typing import Any
 
 from gems.cli.config import add_config, effective
 from gems.cli.data import add_data
+from gems.cli.heat import add_heat
 from gems.cli.options import add_machine, add_model, add_plan, micro_batch, plan_from
 from gems.cli.ranks import start
 from gems.plans import Plan
@@ -45,6 +47,7 @@ def add(commands: Any) -> None:
     add_running(parser)
     _add_training(parser)
     _add_folder(parser)
+    add_heat(parser, default=False)
     parser.set_defaults(run=lambda given: run(given, parser))
 
 

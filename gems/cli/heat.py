@@ -1,0 +1,64 @@
+"""Heat maps of slides: what a network says of each of their tiles."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gems.errors import GemsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from gems.data.source import Source
+
+
+def add_heat(parser: argparse.ArgumentParser, default: bool) -> None:
+    group = parser.add_argument_group("heat maps")
+    group.add_argument(
+        "--heat-map",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help="medical: at the end, write a picture, GeoJSON and OME-TIFF of every slide "
+        f"({'default' if default else 'default: not'})",
+    )
+    group.add_argument(
+        "--shown-class", metavar="NAME", help="class that the pictures show (default: the last)"
+    )
+
+
+def wanted(given: argparse.Namespace, source: Source) -> bool:
+    return given.app == "medical" and given.heat_map and source.task == "classify"
+
+
+def heat_maps(given: argparse.Namespace, source: Source, probabilities: torch.Tensor) -> list[Path]:
+    """The pictures of all slides, GeoJSON and OME-TIFF beside them; printed as they are written."""
+    from gems.data.heatmap import heat_map
+    from gems.data.source import Subset
+
+    names = list(source.names) or [f"class {i}" for i in range(given.num_classes)]
+    shown = _shown(given.shown_class, names)
+    whole: Any = source.source if isinstance(source, Subset) else source
+    indices = source.indices if isinstance(source, Subset) else range(len(source))
+    places = [whole.place(int(i)) for i in indices]
+    pictures = []
+    for tiles in whole.tiles:
+        rows = [row for row, (path, _, _) in enumerate(places) if path == tiles.path]
+        if not rows:
+            continue
+        coords = [places[row][1:] for row in rows]
+        scores = probabilities[rows].numpy()
+        maps = heat_map(given.out, tiles.path, coords, tiles.covered, scores, names, shown)
+        for path in (maps.png, maps.geojson, maps.ome):
+            print(f"wrote {path}")
+        pictures.append(maps.png)
+    return pictures
+
+
+def _shown(name: str | None, names: list[str]) -> int | None:
+    if name is None:
+        return None
+    if name not in names:
+        raise GemsError(f"--shown-class {name} is none of {', '.join(names)}")
+    return names.index(name)
