@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gems.errors import GemsError
+
 Pixels: TypeAlias = npt.NDArray[Any]  # height x width x channels
 Span: TypeAlias = tuple[int, int]
 WHITE = 255
@@ -19,6 +21,10 @@ class Level:
 
     shape: tuple[int, int]
     downsample: float
+
+
+class Damaged(GemsError):
+    """A file that another reader would not read any better."""
 
 
 class Raster(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from gems.data.rasters.core import Raster
+from gems.data.rasters.core import Damaged, Raster
 from gems.data.rasters.openslide import Slide
 from gems.data.rasters.plain import Picture
 from gems.data.rasters.tiff import Tiff
@@ -43,6 +43,8 @@ def open_raster(path: str | Path, reader: Reader = "auto") -> Raster:
     for name in names if reader == "auto" else (reader,):
         try:
             return READERS[name](path)
+        except Damaged as error:
+            raise GemsError(str(error)) from error
         except GemsError as error:
             found.append(f"{name}: {error}")
     raise GemsError(faults(f"{path} cannot be read", found))

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gems.data.rasters.blocks import Blocks, assemble
-from gems.data.rasters.core import WHITE, Pixels, Span, pyramid
+from gems.data.rasters.core import WHITE, Damaged, Pixels, Span, pyramid
 from gems.errors import GemsError
 
 PLAIN = {1, 5, 7, 8, 32946}  # none, LZW, JPEG, deflate twice: what has one meaning everywhere
@@ -81,7 +83,17 @@ def _levels(file: Any, colours: tuple[int, ...]) -> list[Any]:
             found.append(page)
     if faults := [fault for page in found for fault in _faults(page, colours)]:
         raise GemsError(f"{file.filename}: {faults[0]}")
+    _check_length(file, found)
     return found
+
+
+def _check_length(file: Any, pages: list[Any]) -> None:
+    wanted = max(int(np.add(p.dataoffsets, p.databytecounts).max()) for p in pages)
+    if file.filehandle.size < wanted:
+        raise Damaged(
+            f"{file.filehandle.path} has {file.filehandle.size} bytes and should have {wanted}: it "
+            "is truncated; copy it again"
+        )
 
 
 def _faults(page: Any, colours: tuple[int, ...]) -> list[str]:
