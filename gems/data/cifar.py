@@ -6,7 +6,7 @@ import io
 import pickle
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -133,18 +133,26 @@ def _python(name: str, content: bytes) -> Rows:
     return data, np.array(labels, np.int64)
 
 
+_reconstruct = np.empty(0).__reduce__()[0]  # makes an empty array, of which pickles fill the rest
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Bytes, as Python 3 writes them for Python 2."""
+    if encoding != "latin1":
+        raise GemsError(f"the file holds bytes as {encoding}; it is not the published file")
+    return text.encode("latin1")
+
+
 class _Plain(pickle.Unpickler):
     """Makes arrays and plain values, and refuses everything else that a pickle could run."""
 
-    ALLOWED = frozenset(
-        {
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("_codecs", "encode"),  # bytes, as Python 3 writes them for Python 2
-        }
-    )
+    ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+        ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+        ("_codecs", "encode"): _encode,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
@@ -152,4 +160,4 @@ class _Plain(pickle.Unpickler):
                 f"the file asks for {module}.{name}, which CIFAR-10 does not need: it is not the "
                 "published file, and was not run"
             )
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        return self.ALLOWED[module, name]
