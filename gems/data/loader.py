@@ -31,6 +31,8 @@ class Loader:
 
     `epoch(3, start=7)` continues in the middle of an epoch exactly where one left off. Every rank
     makes its own loader with the same arguments; each then reads only the boxes of its own tile.
+    `last` says what becomes of a batch that the epoch ends in the middle of; `dtype` is what images
+    are given as.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Loader:
         augment: Augment | None = None,
         workers: int = 0,
         last: Literal["keep", "drop"] = "keep",
+        dtype: npt.DTypeLike = np.float32,
     ) -> None:
         for name, value, least in (
             ("batch_size", batch_size, 1),
@@ -60,7 +63,7 @@ class Loader:
                 "take smaller batches or last='keep'"
             )
         self.source, self.batch_size, self.seed, self.shuffle = source, batch_size, seed, shuffle
-        self.augment = augment
+        self.augment, self.dtype = augment, np.dtype(dtype)
         full, rest = divmod(len(source), batch_size)
         self.steps = full + (1 if rest and last == "keep" else 0)
         self._pool = ThreadPoolExecutor(workers, "gems-data") if workers else None
@@ -126,7 +129,7 @@ class Loader:
         def mask(index: int, box: Box) -> Target:
             return self._mask(number, index, box)
 
-        images = Boxed(image, indices, shape, np.float32, 1, self._pool)
+        images = Boxed(image, indices, shape, self.dtype, 1, self._pool)
         if self.source.task == "segment":
             return images, Boxed(mask, indices, shape[1:], np.int64, 0, self._pool)
         box = whole(shape[1:])
