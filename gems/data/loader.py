@@ -142,7 +142,7 @@ class Loader:
         shape = self.source.shape
         change = self.augment.draw(shape, self.seed, number, index)
         pixels = self._named(index, self.source.read, change.source(box, shape[1:]))
-        return change.colour(change.turn(pixels))
+        return change.colour(np.ascontiguousarray(change.turn(pixels)))
 
     def _mask(self, number: int, index: int, box: Box) -> Target:
         if self.augment is None:

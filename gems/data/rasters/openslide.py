@@ -76,13 +76,12 @@ class Slide:
             raise GemsError(
                 f"{self.path} is damaged: level {level} at {place} cannot be read: {error}"
             ) from error
-        opaque = pixels[..., 3:] == 255
-        if opaque.all():
+        if pixels[..., 3].min(initial=255) == 255:
             return pixels[..., :3]
         # Where the scanner saw nothing there is no colour: white, or what the file says.
         alpha = pixels[..., 3:].astype(np.uint16)
         mixed = pixels[..., :3] * alpha + self._background * (255 - alpha)
-        return np.where(opaque, pixels[..., :3], (mixed // 255).astype(np.uint8))
+        return (mixed // 255).astype(np.uint8)
 
 
 def _number(text: str | None) -> float | None:

@@ -1,0 +1,1 @@
+"""How fast tiles come from a slide, and in how much memory."""
