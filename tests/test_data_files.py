@@ -179,6 +179,13 @@ def test_any_box_of_a_resampled_cifar_picture(
     check_box(Cifar10(folder, False, data.draw(st.sampled_from([32, 20, 50]))), data)
 
 
+def test_sources_go_to_other_processes(pictures: Path, tmp_path: Path) -> None:
+    for source in (Folders(pictures, 8), Cifar10(binary_files(tmp_path / "x"))):
+        box = whole(source.shape[1:])
+        before = source.read(1, box)
+        assert np.array_equal(pickle.loads(pickle.dumps(source)).read(1, box), before)
+
+
 def check_box(source: Source, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(source) - 1))
     sides = source.shape[1:]

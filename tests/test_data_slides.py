@@ -329,6 +329,21 @@ def test_plain_pictures_are_slides_of_one_level(tmp_path: Path) -> None:
     assert np.allclose(part, tissue()[400:500, 400:500], atol=1e-3)
 
 
+def test_the_samples_of_a_slide_are_its_tiles_in_order(folder: Path) -> None:
+    source = Slides([folder / "a.tif", folder / "b.tif"], 64)
+    for number, tiles in enumerate(source.tiles):
+        places = [source.place(i) for i in source.samples(number)]
+        assert places == [(tiles.path, x, y) for x, y in tiles.coords.tolist()]
+
+
+def test_without_openslide_the_error_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "openslide", None)
+    with pytest.raises(GemsError, match=r"needs openslide; `pip install gems\[data\]`"):
+        open_raster(folder / "a.tif", "openslide")
+
+
 def test_a_source_goes_to_another_process_without_its_open_files(folder: Path) -> None:
     source = Slides(folder / "a.tif", 64, mpp=0.7)
     copy = pickle.loads(pickle.dumps(source))

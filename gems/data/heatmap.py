@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gems.data.extras import extra
 from gems.data.rasters.core import Raster
 from gems.data.rasters.opening import open_raster
 from gems.data.thumbnail import thumbnail
@@ -149,9 +150,7 @@ def planes_of(
 
 
 def _png(path: Path, picture: npt.NDArray[np.uint8]) -> None:
-    from PIL import Image
-
-    Image.fromarray(picture).save(path, format="png")
+    extra("PIL.Image").fromarray(picture).save(path, format="png")
 
 
 def _ome(
@@ -161,13 +160,11 @@ def _ome(
     mpp: float | None,
     names: Sequence[str],
 ) -> None:
-    import tifffile
-
     told: dict[str, Any] = {"axes": "CYX", "Channel": {"Name": list(names)}}
     if mpp is not None:
         told |= {"PhysicalSizeX": step * mpp, "PhysicalSizeXUnit": "µm"}
         told |= {"PhysicalSizeY": step * mpp, "PhysicalSizeYUnit": "µm"}
-    tifffile.imwrite(path, planes, ome=True, photometric="minisblack", metadata=told)
+    extra("tifffile").imwrite(path, planes, ome=True, photometric="minisblack", metadata=told)
 
 
 def _check(

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from gems.data.extras import extra
 from gems.data.pictures import read_picture
 from gems.data.tissue import otsu
 from gems.data.whole import write_whole
@@ -75,9 +76,7 @@ def write_slide(
     path: str | Path, pixels: npt.NDArray[np.uint8], mpp: float, tile: int = 256
 ) -> None:
     """Height x width x 3 as a tiled TIFF with halved copies, which OpenSlide and QuPath open."""
-    import tifffile
-
-    with tifffile.TiffWriter(path, bigtiff=True) as file:
+    with extra("tifffile").TiffWriter(path, bigtiff=True) as file:
         scale = 1
         while True:
             file.write(
@@ -124,6 +123,4 @@ def aperio(wheel: str | Path, folder: str | Path) -> Path:
 
 
 def _write_png(path: Path, mask: npt.NDArray[np.uint8]) -> None:
-    from PIL import Image
-
-    Image.fromarray(mask).save(path, format="png")
+    extra("PIL.Image").fromarray(mask).save(path, format="png")

@@ -117,6 +117,11 @@ class Slides:
         x, y = self._corner[index].tolist()
         return self.tiles[self._slide[index]].path, x, y
 
+    def samples(self, number: int) -> range:
+        """The samples that are tiles of slide `number` of `tiles`, in the order of its `coords`."""
+        first, last = np.searchsorted(self._slide, (number, number + 1))
+        return range(int(first), int(last))
+
     def read(self, index: int, box: Box) -> Image:
         rows, columns = spans(box, self.shape[1:])
         if rows[0] == rows[1] or columns[0] == columns[1]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from gems.data.extras import extra
 from gems.data.rasters.core import Raster
 from gems.data.thumbnail import thumbnail
 from gems.data.tissue import shares, tissue
@@ -55,7 +56,7 @@ class Tiles:
 
     def save(self, path: str | Path) -> Path:
         """Write them as HDF5: dataset `coords`, and how they are read as its attributes."""
-        import h5py
+        h5py = extra("h5py")
 
         def write(made: Path) -> None:
             with h5py.File(made, "w") as file:
@@ -73,8 +74,7 @@ class Tiles:
 
 def read_coords(path: str | Path, covered: int) -> npt.NDArray[np.int64]:
     """The `coords` of an HDF5 file, for tiles that cover `covered` pixels of the largest level."""
-    import h5py
-
+    h5py = extra("h5py")
     try:
         with h5py.File(path) as file:
             coords = file["coords"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gems.data.extras import extra
 from gems.data.labels import numbered, read_table
 from gems.data.source import Box, Image, Target, Task, spans
 from gems.errors import GemsError, faults
@@ -171,14 +172,8 @@ def _group(path: Path) -> Any:
     """An open HDF5 file or Zarr group."""
     try:
         if path.is_dir():
-            import zarr
-
-            return zarr.open_group(str(path), mode="r")
-        import h5py
-
-        return h5py.File(path, "r")
-    except ModuleNotFoundError as error:
-        raise GemsError(f"{path} needs h5py or zarr; `pip install gems[data]`") from error
+            return extra("zarr").open_group(str(path), mode="r")
+        return extra("h5py").File(path, "r")
     except (OSError, ValueError, KeyError) as error:
         raise GemsError(f"{path} cannot be read as HDF5 or Zarr: {error}") from error
 

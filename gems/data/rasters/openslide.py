@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gems.data.extras import extra
 from gems.data.rasters.blocks import Blocks, assemble
 from gems.data.rasters.core import WHITE, Level, Pixels, Span
 from gems.errors import GemsError
@@ -17,25 +18,15 @@ CACHE = 64 << 20  # bytes, shared by all slides: OpenSlide would give each its o
 
 
 @functools.cache
-def library() -> Any:
-    """The module, or an error that says how to install it."""
-    try:
-        import openslide
-    except ModuleNotFoundError as error:
-        raise GemsError("slides are read by OpenSlide; `pip install gems[data]`") from error
-    return openslide
-
-
-@functools.cache
 def _cache() -> Any:
-    return library().OpenSlideCache(CACHE)
+    return extra("openslide").OpenSlideCache(CACHE)
 
 
 class Slide:
     """A slide of any format that OpenSlide knows."""
 
     def __init__(self, path: Path) -> None:
-        openslide = library()
+        openslide = extra("openslide")
         self.path = path
         try:
             self._slide = openslide.OpenSlide(path)
@@ -72,7 +63,7 @@ class Slide:
         size = (end[1] - corner[1], end[0] - corner[0])
         try:
             pixels = np.asarray(self._slide.read_region(place, level, size))
-        except library().OpenSlideError as error:
+        except extra("openslide").OpenSlideError as error:
             raise GemsError(
                 f"{self.path} is damaged: level {level} at {place} cannot be read: {error}"
             ) from error

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gems.data.extras import extra
 from gems.data.rasters.core import WHITE, Pixels, Span, blank, paste, pyramid
 from gems.errors import GemsError
 
@@ -31,8 +32,7 @@ class Picture:
 
 def decoded(path: Path, mode: str | None) -> Pixels:
     """Height x width x channels of a picture, converted to a mode of Pillow or as it is."""
-    from PIL import Image, UnidentifiedImageError
-
+    Image = extra("PIL.Image")
     try:
         with Image.open(path) as picture:
             pixels = np.asarray(picture if mode is None else picture.convert(mode))
@@ -40,6 +40,6 @@ def decoded(path: Path, mode: str | None) -> Pixels:
         raise GemsError(
             f"{path} is too large to decode whole ({error}); save it as a tiled TIFF"
         ) from error
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
         raise GemsError(f"{path} cannot be read as a picture: {error}") from error
     return pixels[:, :, None] if pixels.ndim == 2 else pixels

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gems.data.extras import extra
 from gems.data.rasters.blocks import Blocks, assemble
 from gems.data.rasters.core import WHITE, Damaged, Pixels, Span, pyramid
 from gems.errors import GemsError
@@ -25,8 +26,7 @@ class Tiff:
     """
 
     def __init__(self, path: Path, fill: int = WHITE, colours: tuple[int, ...] = (3,)) -> None:
-        import tifffile
-
+        tifffile = extra("tifffile")
         self.path, self._fill = path, fill
         try:
             self._file = tifffile.TiffFile(path)
@@ -97,8 +97,6 @@ def _check_length(file: Any, pages: list[Any]) -> None:
 
 
 def _faults(page: Any, colours: tuple[int, ...]) -> list[str]:
-    import tifffile
-
     name = f"the page of {page.imagewidth} x {page.imagelength}"
     if not page.is_tiled or page.imagedepth != 1 or page.dtype is None:
         return [f"{name} is not tiled"]
@@ -109,16 +107,16 @@ def _faults(page: Any, colours: tuple[int, ...]) -> list[str]:
         found.append(f"{name} is {page.dtype}, not whole numbers of 8 bits")
     if page.compression not in PLAIN:
         found.append(f"{name} is compressed by {page.compression!r}")
-    elif page.compression != 1 and not _decodes(tifffile, page.compression):
+    elif page.compression != 1 and not _decodes(page.compression):
         found.append(f"{name} is compressed by {page.compression!r}: `pip install imagecodecs`")
     if min(page.databytecounts, default=0) == 0:
         found.append(f"{name} lacks tiles")
     return found
 
 
-def _decodes(tifffile: Any, compression: int) -> bool:
+def _decodes(compression: int) -> bool:
     try:
-        tifffile.TIFF.DECOMPRESSORS[compression]
+        extra("tifffile").TIFF.DECOMPRESSORS[compression]
     except KeyError:
         return False
     return True

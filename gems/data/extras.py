@@ -1,0 +1,17 @@
+"""Packages that only some data needs, imported when it is read."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gems.errors import GemsError
+
+
+def extra(name: str) -> Any:
+    """The module of this name, or an error that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise GemsError(f"this data needs {package}; `pip install gems[data]`") from error
