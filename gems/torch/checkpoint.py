@@ -64,7 +64,7 @@ def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -
         places = together(transport, doing, begun)
         folder = Path(places[0][1])
         together(transport, doing, seen)
-        tensors = write(folder, taken.tensors, taken.aliases, transport)
+        tensors = write(folder, taken.tensors, taken.aliases, transport, doing)
         mine = {place.file for place in tensors.values() if _wrote(place, transport.rank)}
         sums = together(transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)})
         files = {name: file for found in sums for name, file in found.items()}
@@ -170,7 +170,18 @@ def weights_in(path: Path) -> dict[str, Any]:
     """The plain model's state dict out of a checkpoint, verified, in host memory."""
     manifest = manifests.read(path)
     manifests.verify(path, manifest)
-    plain = state_in(path)
+    try:
+        return _weights_in(path, manifest, state_in(path))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is not what GEMS writes ({type(error).__name__}); "
+            f"{manifests.REMEDY}"
+        ) from error
+
+
+def _weights_in(path: Path, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
     keys = [f"model.{label}" for label in manifest.section("model")]
     tensors = read(path, manifest, {*keys, *references(plain["modules"])})
     state = {key.removeprefix("model."): tensors[key] for key in keys}

@@ -45,13 +45,17 @@ Tensor = torch.Tensor
 
 
 def write(
-    folder: Path, mine: Mapping[str, Tensor], aliases: Mapping[str, str], transport: Transport
+    folder: Path,
+    mine: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    transport: Transport,
+    doing: str,
 ) -> dict[str, Place]:
     """Every rank writes its own tensors, by keys like `model.stem.weight`; where all of them are.
 
     `aliases` are further keys of tensors that somebody writes. No two ranks may have one key.
     """
-    rank, doing = transport.rank, f"writing the checkpoint {folder}"
+    rank = transport.rank
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder, overwrite=False)
 
     def planned() -> Any:

@@ -4,11 +4,17 @@ Importing torch takes longer than most tests; here it is done once. One request 
 `{"command": [script, ...], "places": [environment, ...], "logs": folder, "limit": seconds}`; one
 answer per line of stdout, `[[exit code, seconds], ...]`, with null for a rank that had to be killed
 at the limit. What rank r prints is in `logs/r.out` and `logs/r.err`.
+
+A request may have `"signals": [[path, seconds, rank, signal], ...]`: so long after this path exists
+(null: after the start), this rank gets the signal.
+
+    ranks.py gems.torch.checkpoint    also imports this beforehand
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -25,6 +31,8 @@ import gems
 
 def main() -> None:
     train.trainer(gems.Plan())  # loads all that is loaded late
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     gc.freeze()  # a rank that ends need not look through all of it
     for line in sys.stdin:
         request = json.loads(line)
@@ -35,7 +43,8 @@ def main() -> None:
                 become(request["command"], place, Path(request["logs"]) / str(rank))
                 return  # and end as an interpreter does
             ranks.append(pid)
-        print(json.dumps(ends(ranks, request["limit"])), flush=True)
+        found = ends(ranks, request["limit"], request.get("signals", []))
+        print(json.dumps(found), flush=True)
 
 
 def become(command: list[str], place: dict[str, str], log: Path) -> None:
@@ -47,11 +56,12 @@ def become(command: list[str], place: dict[str, str], log: Path) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def ends(ranks: list[int], limit: float) -> list[list[Any]]:
+def ends(ranks: list[int], limit: float, signals: list[list[Any]]) -> list[list[Any]]:
     start = time.monotonic()
     found: dict[int, list[Any]] = {}
     while len(found) < len(ranks):
         late = time.monotonic() - start
+        signals = [x for x in signals if not sent(x, ranks, found, late)]
         for pid in ranks:
             if pid not in found and (end := os.waitpid(pid, os.WNOHANG))[0]:
                 found[pid] = [os.waitstatus_to_exitcode(end[1]), late]
@@ -59,8 +69,20 @@ def ends(ranks: list[int], limit: float) -> list[list[Any]]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 found[pid] = [None, late]
-        time.sleep(0.02)
+        time.sleep(0.001 if signals else 0.02)
     return [found[pid] for pid in ranks]
+
+
+def sent(wish: list[Any], ranks: list[int], found: dict[int, list[Any]], late: float) -> bool:
+    """Whether a signal's time has come, and it was sent. The time of a path is when it was seen."""
+    path, seconds, rank, number = wish
+    if path is not None and os.path.exists(path):
+        wish[:2] = path, seconds = None, late + seconds
+    if path is not None or late < seconds:
+        return False
+    if ranks[rank] not in found:
+        os.kill(ranks[rank], number)
+    return True
 
 
 if __name__ == "__main__":
