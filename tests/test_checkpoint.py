@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import lr_scheduler
 
 from gems.errors import CheckpointError, GemsError
+from gems.plans import Plan
 from gems.torch.manifest import latest, read
 from gems.torch.trainer import Trainer
 from gems.torch.weight_files import read_weights
@@ -260,16 +261,15 @@ def test_the_tools_of_dcp_open_it(kind: type[nn.Module], tmp_path: Path) -> None
     assert torch.equal(some["model"]["head.weight"], expected["head.weight"])
 
 
-class Counting(nn.Module):
-    """State that is no tensor, and a tensor that is no buffer."""
+class Counter(nn.Module):
+    """State that is no tensor, and a tensor that is no buffer; it has no weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
-        self.told: Any = {"kind": ("new", 1), "seen": torch.zeros(2)}
+        self.told: Any = ("new", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x).relu().mean((2, 3)))
+        return x.relu()
 
     def get_extra_state(self) -> Any:
         return self.told
@@ -278,27 +278,85 @@ class Counting(nn.Module):
         self.told = state
 
 
-def test_the_extra_state_of_modules_is_saved(tmp_path: Path) -> None:
+class Scaled(nn.Linear):
+    """The same beside weights."""
+
+    def get_extra_state(self) -> Any:
+        return getattr(self, "told", {})
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.counter, self.head = nn.Conv2d(3, 4, 3), Counter(), Scaled(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.counter(self.conv(x)).mean((2, 3)))
+
+
+def test_the_extra_state_of_modules_is_that_of_the_rank_that_runs_them(tmp_path: Path) -> None:
+    plan = Plan(stages=[["conv"], ["counter", "head"]], micro_batches=4)
+
     def save(trainer: Trainer) -> Any:
-        trainer.model.told = {"kind": ("old", 2), "seen": torch.ones(2)}
+        trainer.model.counter.told = (f"on rank {trainer.rank}", torch.full((2,), trainer.rank))
+        trainer.model.head.told = {"rank": trainer.rank}
         trainer.save(tmp_path / "a")
         trainer.export(tmp_path / "a.pt")
-        return trainer.state_dict()["_extra_state"]
+        return trainer.state_dict()
 
     def load(trainer: Trainer) -> Any:
         trainer.load(tmp_path / "a")
-        first = trainer.model.told
+        first = trainer.model.state_dict()
+        trainer.model.counter.told = trainer.model.head.told = None
         trainer.load_state_dict(read_weights(tmp_path / "a.pt"))
-        assert trainer.model.told["kind"] == ("old", 2)
+        assert trainer.model.head.told == {"rank": 1}
         return first
 
-    for found in (
-        *on_ranks(TWO, save, model=Counting),
-        *on_ranks(FOUR, load, model=Counting),
-        read_weights(tmp_path / "a")["_extra_state"],
-    ):
-        assert found["kind"] == ("old", 2)
-        assert found["seen"].tolist() == [1, 1]
+    states = [*on_ranks(plan, save, model=Counting), *on_ranks(FOUR, load, model=Counting)]
+    for state in (*states, read_weights(tmp_path / "a")):
+        assert state["counter._extra_state"][0] == "on rank 1"
+        assert state["counter._extra_state"][1].tolist() == [1, 1]
+        assert state["head._extra_state"] == {"rank": 1}
+
+
+class Fine(torch.optim.Optimizer):
+    """Sums up in double what it steps by: its state is finer than its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                whole = self.state[p].setdefault("whole", p.double())
+                p.copy_(whole.sub_(p.grad.double(), alpha=1e-6))
+
+
+def test_state_that_is_finer_than_its_parameter_stays_so(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": Fine, "dtype": torch.float32}
+
+    def states(trainer: Trainer) -> list[Tensor]:
+        assert trainer.optimizer is not None
+        return [trainer.optimizer.state[p]["whole"].clone() for p in trainer.parameters()]
+
+    def save(trainer: Trainer) -> Any:
+        trained(trainer, 0, 2)
+        trainer.save(tmp_path / "a")
+        return states(trainer)
+
+    def load(trainer: Trainer) -> Any:
+        trainer.load(tmp_path / "a")
+        return states(trainer)
+
+    expected = [x for mine in on_ranks(TWO, save, **options) for x in mine]
+    found = [x for mine in on_ranks(TWO, load, **options) for x in mine]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float64
+        assert torch.equal(mine, theirs)
 
 
 EXTRA = {

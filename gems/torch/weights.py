@@ -159,7 +159,9 @@ def minders(
             ranks = [
                 plan.holders[stage][0]
                 for block, stage in enumerate(stage_of)
-                if any(f"{call.module}.".startswith(path) for call in traced.calls(block))
+                if any(
+                    f"{call.module or call.name}.".startswith(path) for call in traced.calls(block)
+                )
             ]
         found[label] = min(ranks, default=0)
     return found

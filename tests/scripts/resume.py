@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 resume.py '{"stages": 2, "micro_batches": 4}' FOLDER STEPS
 
 Two calls of `step` make one update, so that every other checkpoint is inside one. Batches come from
-torch's own generator, and their order from Python's: both must go on where they were. At the end
-every rank prints one line of JSON: its rank, all losses, and a digest of the model's whole state.
+torch's own generator, and their order from Python's; numpy's is another on every rank. All must go
+on where they were. At the end every rank prints one line of JSON: its rank, all losses, a number
+from its own generator, and a digest of the model's whole state.
 
 With a fourth argument, the disk is full for a while: in the second step, rank 1 and then rank 0 may
 write files of a few bytes only, then of some more. (Other people's files may be as large as ever.)
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.optim.lr_scheduler import StepLR
 from train import digest, trainer
@@ -40,18 +42,21 @@ def main() -> None:
         )
         torch.manual_seed(3)
         random.seed(3)
+        numpy.random.seed(mine.rank)
         losses = []
         if (path := gems.latest(folder)) is not None:
             losses = mine.load(path)["losses"]
         while mine.steps < steps:
             step = mine.step(*batch())
             losses.append(step.loss)
+            numpy.random.normal()
             if mine.steps == 2 and len(sys.argv) > 4:
                 full(mine, folder)
             mine.save(folder / f"step-{mine.steps}", extra={"losses": losses}, keep=3)
             if step.interrupted:
                 sys.exit(interrupt.code)
-    line = {"rank": mine.rank, "losses": losses, "digest": digest(mine.state_dict())}
+    own = numpy.random.normal()
+    line = {"rank": mine.rank, "losses": losses, "own": own, "digest": digest(mine.state_dict())}
     sys.stdout.write(json.dumps(line) + "\n")
     mine.close()
 
