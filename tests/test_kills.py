@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gems.errors import GemsError
+from gems.torch.folders import Draft
 from gems.torch.interrupt import Interrupt
 from gems.torch.manifest import latest, read, verify
 from gems.torch.trainer import Trainer
@@ -133,8 +134,6 @@ def test_a_full_disk_is_said_on_all_ranks_and_training_goes_on(
 
 
 def test_leftovers_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
-    from gems.torch.folders import Draft
-
     (tmp_path / "step-1.tmp-0123abcd").mkdir()
     (tmp_path / "step-1.tmp-0123abcd" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "notes.tmp-mine").mkdir()
@@ -145,6 +144,18 @@ def test_leftovers_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path: Path
     assert names == {"step-2", "notes.tmp-mine", living.path.name}
     living.discard()
     assert {p.name for p in tmp_path.iterdir()} == {"step-2", "notes.tmp-mine"}
+
+
+def test_a_folder_gets_its_name_in_one_move(tmp_path: Path) -> None:
+    """It is the folder that was written, not a new one that is filled: also where one was."""
+    for text in ("old", "new"):
+        draft = Draft(tmp_path / "last")
+        (draft.path / "file").write_text(text)
+        written = draft.path.stat().st_ino
+        draft.publish()
+        assert (tmp_path / "last").stat().st_ino == written
+        assert [p.name for p in tmp_path.iterdir()] == ["last"]
+        assert (tmp_path / "last" / "file").read_text() == text
 
 
 def test_a_save_that_fails_leaves_the_one_it_would_replace(tmp_path: Path) -> None:
