@@ -545,18 +545,25 @@ UNFIT: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved(path := tmp_path_factory.mktemp("two") / "step-2")
+    return path
+
+
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_does_not_fit_is_listed_on_all_ranks_and_changes_nothing(
-    name: str, tmp_path: Path
+    name: str, two_steps: Path, tmp_path: Path
 ) -> None:
     options, expected = UNFIT[name]
-    options = dict(options)
-    saved(tmp_path / "a", **options.pop("from", {}))
+    path, options = two_steps, dict(options)
+    if "from" in options:
+        saved(path := tmp_path / "a", **options.pop("from"))
 
     def load(trainer: Trainer) -> str:
         before = trainer.state_dict()
         with pytest.raises(CheckpointError, match="does not fit the trainer") as refused:
-            trainer.load(tmp_path / "a")
+            trainer.load(path)
         same_state(trainer.state_dict(), before, 0.0)
         return str(refused.value)
 
@@ -567,7 +574,7 @@ def test_what_does_not_fit_is_listed_on_all_ranks_and_changes_nothing(
     assert "strict=False" in said[0]
 
     def loosely(trainer: Trainer) -> Any:
-        assert trainer.load(tmp_path / "a", strict=False) == {"at": 2}
+        assert trainer.load(path, strict=False) == {"at": 2}
         trained(trainer, 0, 2)
         return trainer.steps
 
@@ -575,12 +582,11 @@ def test_what_does_not_fit_is_listed_on_all_ranks_and_changes_nothing(
     assert on_ranks(TWO, loosely, **options) == [4 if goes_on else 2] * 2
 
 
-def test_a_loose_load_takes_what_fits(tmp_path: Path) -> None:
-    saved(tmp_path / "a")
-    there = read_weights(tmp_path / "a")
+def test_a_loose_load_takes_what_fits(two_steps: Path) -> None:
+    there = read_weights(two_steps)
 
     def load(trainer: Trainer) -> Any:
-        trainer.load(tmp_path / "a", strict=False)
+        trainer.load(two_steps, strict=False)
         return trainer.state_dict()
 
     for state in on_ranks(TWO, load, weights=4, model=Wider):
@@ -638,9 +644,8 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         on_ranks(TWO, lambda t: t.export(tmp_path / "a.zip"))
 
 
-def test_a_manifest_is_readable(tmp_path: Path) -> None:
-    saved(tmp_path / "a")
-    plain = json.loads((tmp_path / "a" / "manifest.json").read_text())
+def test_a_manifest_is_readable(two_steps: Path) -> None:
+    plain = json.loads((two_steps / "manifest.json").read_text())
     assert plain["what"] == "GEMS checkpoint"
     assert plain["tensors"]["model.head.weight"]["shape"] == [5, 6]
-    assert set(plain["files"]) == set(fingerprint(tmp_path / "a")) - {"manifest.json"}
+    assert set(plain["files"]) == set(fingerprint(two_steps)) - {"manifest.json"}
