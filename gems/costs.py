@@ -18,7 +18,8 @@ class Cost:
     `gradients` the part of them that is trained, `workspace` the most that is live for a moment
     beside all that. Of each of f, i and w, `launch` seconds are no fewer on a part of the image;
     where a stage is cut, `exchange` bytes are sent inside it, forward and again backward.
-    Backward in two halves, i and then w, takes `halves` times as long as in one.
+    Backward in two halves, i and then w, takes `halves` times as long as in one. Where blocks are
+    recomputed inside backward, `surge` is what is live then beyond the stash.
     """
 
     f: float = 1.0
@@ -31,15 +32,17 @@ class Cost:
     launch: float = 0.0
     exchange: float = 0.0
     halves: float = 1.0
+    surge: float = 0.0
 
     @property
     def b(self) -> float:
         return self.i + self.w
 
     def of(self, kind: str) -> float:
-        """Seconds of an action: F, B, I or W."""
+        """Seconds of an action: F, B, I, W, or R, which is F once more."""
         return {
             "F": self.f,
+            "R": self.f,
             "B": self.b,
             "I": self.i * self.halves,
             "W": self.w * self.halves,
@@ -112,6 +115,11 @@ class Costs:
 
     def team(self, stage: int) -> int:
         return self.teams[stage] if self.teams else 1
+
+    def received(self, stage: int) -> int:
+        """Bytes that a rank of a stage is sent for one micro-batch."""
+        edges = (edge for edge in self.messages if edge.target == stage)
+        return sum(-(-edge.output // self.team(stage)) for edge in edges)
 
     def part(self, what: str, source: int, target: int) -> int:
         """Bytes on one link: a message goes in as many parts as the larger of its teams has."""

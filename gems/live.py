@@ -62,6 +62,8 @@ class _Rank:
             self._post(action)
         elif action.kind is Kind.FORWARD:
             self._forward(action)
+        elif action.kind is Kind.RECOMPUTE:
+            self._recompute(action.stage)
         elif action.kind is Kind.WEIGHT:
             self._release(action.stage)
         elif action.kind is not Kind.REDUCE:
@@ -71,14 +73,21 @@ class _Rank:
         s, i = action.stage, action.micro_batch
         for source in self.plan.sources[s]:
             self._take(Message("output", source, s, i))
-        self.meter.keep(round(self.costs[s].stash))
+        if self.plan.recomputes(s, i):
+            self.meter.hold(self.costs.received(s))
+        else:
+            self.meter.keep(round(self.costs[s].stash))
         for sink in self.plan.sinks[s]:
             self._offer(Message("output", s, sink, i))
+
+    def _recompute(self, stage: int) -> None:
+        self.meter.turn(self.costs.received(stage), round(self.costs[stage].stash))
 
     def _backward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
         for sink in self.plan.sinks[s]:
             self._take(Message("gradient", sink, s, i))
+        self.meter.surge(round(self.costs[s].surge))
         if action.kind is Kind.BACKWARD:
             self._release(s)
         for source in self.plan.sources[s]:

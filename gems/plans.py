@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 
 from gems.errors import PlanError, faults
 from gems.grid import Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
+from gems.keep import Keep, Kept, by_stage, keep_faults, keep_of
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "auto")
 BIDIRECTIONAL = ("gems", "gems-zb")
@@ -53,6 +54,8 @@ class Plan:
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
     sums           when gradients are summed over replicas and copies: `early`, each stage as soon
                    as it is complete, beside other work; or `late`, after all work
+    keep           what stages keep for backward: `all`, `inputs` (the rest is computed again),
+                   `except-last`, `auto`, or names of modules; for all stages, or one for each
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
@@ -72,6 +75,7 @@ class Plan:
     halo: str = "d1"
     fused_layers: int = 0
     sums: str = "early"
+    keep: Keep = "all"
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +89,7 @@ class Plan:
         if self.edges is not None:
             put("edges", tuple(tuple(edge) for edge in self.edges))
         put("spatial", tiles_of(self.spatial))
+        put("keep", keep_of(self.keep))
         if self.bidirectional is None:
             put("bidirectional", self.schedule in BIDIRECTIONAL)
         if not self.ranks:
@@ -126,6 +131,7 @@ class Plan:
         tiles = tiles_of(self.spatial)
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
+        yield from keep_faults(self.keep, self.depth)
         yield from self._placement_faults()
         yield from self._balance_faults()
         for a, b in self.edges or ():
@@ -220,6 +226,19 @@ class Plan:
     def split(self) -> bool:
         """Whether backward runs as input gradient (I) and weight gradient (W)."""
         return self.schedule in SPLIT
+
+    # --- what stages keep --------------------------------------------------------------------
+
+    @cached_property
+    def keeps(self) -> tuple[Kept, ...]:
+        """For each stage a word, or the names of the blocks that keep what they save."""
+        return by_stage(self.keep, self.depth)
+
+    def recomputes(self, stage: int, micro_batch: int) -> bool:
+        """Whether a stage's forward runs again, as an action of its own, before backward."""
+        keep = self.keeps[stage]
+        last = micro_batch % self.micro_batches == self.micro_batches - 1
+        return keep == "inputs" or (keep == "except-last" and not last)
 
     # --- how stages are cut ----------------------------------------------------------------
 

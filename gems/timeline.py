@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gems.schedule.core import Action, Schedule, parse_action
+from gems.schedule.core import Action, Kind, Schedule, parse_action
 
 KINDS = ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
 
@@ -66,6 +66,20 @@ class Meter:
         self.stashes += 1
         self.most_stashes = max(self.most_stashes, self.stashes)
         self.add("stash", size)
+
+    def hold(self, size: int) -> None:
+        """What a stage received, kept in place of a stash."""
+        self.add("stash", size)
+
+    def turn(self, held: int, size: int) -> None:
+        """What was held becomes a stash."""
+        self.drop("stash", held)
+        self.keep(size)
+
+    def surge(self, size: int) -> None:
+        """For a moment there was more: what backward recomputes."""
+        self.add("stash", size)
+        self.drop("stash", size)
 
     def release(self, size: int) -> None:
         self.stashes -= 1
@@ -144,14 +158,21 @@ def merged(parts: list[Timeline]) -> Timeline:
     )
 
 
+# How many stashes more an action leaves; a forward that is recomputed leaves none.
+LIVE = {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.INPUT: 0, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+
+
 def counted(schedule: Schedule) -> tuple[int, ...]:
     """The most samples each rank keeps at once, stage by stage, if the order is followed."""
     most = []
     for row in schedule.ranks:
         live = peak = 0
+        again = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
         for action in row:
-            if action.computes:
-                live += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind.value]
+            if action.computes and (
+                action.kind is not Kind.FORWARD or (action.stage, action.micro_batch) not in again
+            ):
+                live += LIVE[action.kind]
                 peak = max(peak, live)
         most.append(peak)
     return tuple(most)

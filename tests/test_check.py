@@ -11,7 +11,7 @@ from gems.errors import ScheduleError
 from gems.plans import Plan
 from gems.schedule.build import build, lowered
 from gems.schedule.check import check, require
-from gems.schedule.core import Action, Schedule, parse
+from gems.schedule.core import Action, Kind, Schedule, parse
 from gems.simulation import simulate
 
 CHAIN = Plan(stages=2, micro_batches=2, schedule="1f1b")
@@ -281,7 +281,7 @@ def with_row(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Schedule
 def test_no_action_can_be_left_out(place: tuple[Plan, Schedule, int, int]) -> None:
     plan, schedule, rank, step = place
     row = schedule.ranks[rank]
-    only_sum = sum(a.kind.value == "R" for _, a in schedule) == 1 and row[step].kind.value == "R"
+    only_sum = sum(a.kind is Kind.REDUCE for _, a in schedule) == 1 and row[step].kind is Kind.REDUCE
     assume(not only_sum)  # without any sum it is the same order, not yet reduced
     assert check(with_row(schedule, rank, row[:step] + row[step + 1 :]), plan)
 
@@ -303,7 +303,7 @@ def test_two_neighbours_that_check_lets_swap_still_run(
     swapped = with_row(schedule, rank, (*row[:step], row[step + 1], row[step], *row[step + 2 :]))
     if not check(swapped, plan):
         ran = simulate(swapped, plan, unit(plan.depth)).events
-        assert len(ran) == sum(a.computes or a.kind.value == "R" for _, a in schedule)
+        assert len(ran) == sum(a.computes or a.kind is Kind.REDUCE for _, a in schedule)
     else:
         assert_it_matters(swapped, plan)
 

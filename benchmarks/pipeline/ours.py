@@ -131,7 +131,7 @@ def timed(
             for event, a in events
             if a.computes
         ]
-        sums = sum(event.seconds for event, a in events if a.kind.value == "R")
+        sums = sum(event.seconds for event, a in events if event.action.endswith("R"))
         seen.append((wall, cpu, row, sums / wall))
     return seen
 

@@ -14,7 +14,8 @@ ACTIONS = {
     "B": ("backward", "#c2571a", "#f6bd93"),
     "I": ("input gradient", "#c2571a", "#f6bd93"),
     "W": ("weight gradient", "#1c7f7a", "#a3dad6"),
-    "R": ("sum of gradients", "#7b3fa0", "#7b3fa0"),
+    "R": ("recompute", "#6b7d1f", "#d3df9b"),
+    "+": ("sum of gradients", "#7b3fa0", "#7b3fa0"),
     ">": ("message", "#52606d", "#9aa5b1"),
 }
 MEMORY = {

@@ -22,6 +22,10 @@ class Adapter(Protocol):
         """Run a stage on what others sent; its outputs by name."""
         ...
 
+    def recompute(self, stage: int, micro_batch: int) -> None:
+        """Run a forward again that kept only what it received, and keep all this time."""
+        ...
+
     def backward(
         self, stage: int, micro_batch: int, gradients: Sequence[Tensors], *, whole: bool
     ) -> Tensors:
@@ -59,7 +63,11 @@ class Adapter(Protocol):
         ...
 
     def stash(self, stage: int, micro_batch: int) -> int:
-        """Bytes that forward keeps for backward."""
+        """Bytes that are kept for backward now, after forward or after recomputation."""
+        ...
+
+    def surge(self, stage: int, micro_batch: int) -> int:
+        """Bytes that were live beside the stash while backward recomputed blocks."""
         ...
 
     def standing(self) -> Memory:

@@ -78,9 +78,20 @@ class Engine:
 
         def work() -> None:
             outputs = self.adapter.forward(s, i, received)
-            self.meter.keep(self.adapter.stash(s, i))
+            keep = self.meter.hold if self.plan.recomputes(s, i) else self.meter.keep
+            keep(self.adapter.stash(s, i))
             for sink in self.plan.sinks[s]:
                 self._offer(Message("output", s, sink, i), outputs)
+
+        self._stamped(action, work)
+
+    def _recompute(self, action: Action) -> None:
+        s, i = action.stage, action.micro_batch
+
+        def work() -> None:
+            held = self.adapter.stash(s, i)
+            self.adapter.recompute(s, i)
+            self.meter.turn(held, self.adapter.stash(s, i))
 
         self._stamped(action, work)
 
@@ -92,6 +103,7 @@ class Engine:
         def work() -> None:
             found = self.adapter.backward(s, i, gradients, whole=whole)
             gradients.clear()
+            self.meter.surge(self.adapter.surge(s, i))
             if whole:
                 self._release(s, i)
             for source in self.plan.sources[s]:
@@ -219,6 +231,7 @@ class Engine:
 
 RUN: dict[Kind, Callable[[Engine, Action], None]] = {
     Kind.FORWARD: Engine._forward,
+    Kind.RECOMPUTE: Engine._recompute,
     Kind.BACKWARD: Engine._backward,
     Kind.INPUT: Engine._backward,
     Kind.WEIGHT: Engine._weight,

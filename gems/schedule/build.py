@@ -11,7 +11,7 @@ from gems.schedule import greedy
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
 from gems.schedule.papers import gems, gpipe, interleaved, one_f_one_b, sequential, zero_bubble
-from gems.schedule.passes import lower
+from gems.schedule.passes import lower, recompute
 from gems.schedule.project import project
 
 PAPERS: dict[str, Callable[[Plan], Schedule]] = {
@@ -53,7 +53,7 @@ def _order(plan: Plan, costs: Costs, memory: float | None) -> Schedule:
         return greedy.order(plan, costs, samples=1)
     if plan.schedule == "auto":
         return greedy.best(plan, costs, memory)
-    return PAPERS[plan.schedule](plan)
+    return recompute(PAPERS[plan.schedule](plan), plan)
 
 
 def lowered(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:

@@ -10,7 +10,7 @@ from gems.errors import ScheduleError, faults
 from gems.plans import Plan
 from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives
 
-ALL = ("output", "gradient", "weight")
+ALL = ("output", "stash", "gradient", "weight")
 
 
 def check(schedule: Schedule, plan: Plan) -> list[str]:
@@ -60,8 +60,13 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
     for stage, i, what in product(range(plan.depth), range(plan.total), ALL):
         team = plan.team_for(stage, i)
         for rank in team:
-            if (times := seen[Fact(what, stage, i), rank]) != 1:
-                on = f" on rank {rank}" if len(team) > 1 else ""
+            times = seen[Fact(what, stage, i), rank]
+            on = f" on rank {rank}" if len(team) > 1 else ""
+            if what == "stash" and not plan.recomputes(stage, i):
+                if times:
+                    again = Action(Kind.RECOMPUTE, stage, i, plan.replica_of(i))
+                    yield f"{again}{on} has nothing to do: by the plan, stage {stage} keeps it all"
+            elif times != 1:
                 yield f"the {what} of stage {stage}, micro-batch {i} is computed {times} times{on}"
 
 
@@ -181,5 +186,6 @@ def _absent(run: Run, rank: int) -> Iterator[str]:
 
 def _spell(fact: Fact, waiting: Action) -> str:
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
-    kind = {"output": Kind.FORWARD, "gradient": back, "weight": Kind.WEIGHT}[fact.what]
+    kinds = {"output": Kind.FORWARD, "stash": Kind.RECOMPUTE, "gradient": back}
+    kind = kinds.get(fact.what, Kind.WEIGHT)
     return str(Action(kind, fact.stage, fact.micro_batch, waiting.replica))

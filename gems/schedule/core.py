@@ -4,6 +4,7 @@ The text form is what one writes on a whiteboard, and it parses back:
 
     2F0      forward of stage 2, micro-batch 0            2B0     backward
     2I0      its input gradient                           2W0     its weight gradient
+    2R0      its forward once more, to have again what it did not keep for backward
     2F0<1    post the receive of 2F0's input from stage 1
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
@@ -29,11 +30,13 @@ class Kind(str, Enum):
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
-    REDUCE = "R"
+    RECOMPUTE = "R"
+    REDUCE = "+"  # written 2R, without a micro-batch
 
 
 class Fact(NamedTuple):
-    """Something that holds once an action is done: `output`, `gradient` or `weight` of a stage."""
+    """Something that holds once an action is done: a stage's `output`, `stash` (if it had to be
+    recomputed), `gradient` or `weight`."""
 
     what: str
     stage: int
@@ -79,13 +82,13 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
-SPELLED = re.compile(r"(\d+)([FBIW])(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
+SPELLED = re.compile(r"(\d+)([FRBIW])(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
 
 
 def parse_action(text: str) -> Action:
     match = SPELLED.fullmatch(text)
     if not match:
-        raise ScheduleError(f"{text!r} is not an action; write one like 2F0, 1B3@1, 2F0>3 or 1R")
+        raise ScheduleError(f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2F0>3 or 1R")
     stage, kind, micro_batch, way, peer, replica, reduced = match.groups()
     if reduced:
         return Action(Kind.REDUCE, int(reduced))
@@ -136,13 +139,17 @@ def needs(action: Action, plan: Plan) -> tuple[Fact, ...]:
         return tuple(Fact("output", q, i) for q in plan.sources[s])
     if action.kind is Kind.WEIGHT:
         return (Fact("gradient", s, i),)
+    if action.kind is Kind.RECOMPUTE:
+        return (Fact("output", s, i),)
     if action.kind is Kind.REDUCE:
         return ()  # the ranks' own order decides; `check` sees to it that nothing comes after
-    return (Fact("output", s, i), *(Fact("gradient", q, i) for q in plan.sinks[s]))
+    own = "stash" if plan.recomputes(s, i) else "output"
+    return (Fact(own, s, i), *(Fact("gradient", q, i) for q in plan.sinks[s]))
 
 
 GIVES = {
     Kind.FORWARD: ("output",),
+    Kind.RECOMPUTE: ("stash",),
     Kind.BACKWARD: ("gradient", "weight"),
     Kind.INPUT: ("gradient",),
     Kind.WEIGHT: ("weight",),

@@ -11,6 +11,9 @@ has not admitted yet may always take what is free; a younger one only if room fo
 large as any, remains. Let i be the oldest unfinished sample. On a rank that has not admitted it,
 everything live is younger, so the last of them left room enough for i when it was admitted. Hence
 i can proceed everywhere, finishes, and so does every sample after it.
+
+Where a stage keeps its inputs only, there are two rooms, each with its own cap and these same rules:
+one for what forward leaves, and one for what recomputation adds to it.
 """
 
 from __future__ import annotations
@@ -31,50 +34,93 @@ Priority = Callable[[Action], tuple[int, ...]]
 # What a free rank prefers among the actions that are ready; the smallest goes first.
 # Input gradients free memory and unblock others; weight gradients can always wait.
 PRIORITIES: dict[str, Priority] = {
-    "drain, oldest first": lambda a: ("IBFW".index(a.kind.value), a.micro_batch, -a.stage),
-    "drain, deepest first": lambda a: ("IBFW".index(a.kind.value), -a.stage, a.micro_batch),
-    "fill, oldest first": lambda a: ("FIBW".index(a.kind.value), a.micro_batch, -a.stage),
+    "drain, oldest first": lambda a: ("IBRFW".index(a.kind.value), a.micro_batch, -a.stage),
+    "drain, deepest first": lambda a: ("IBRFW".index(a.kind.value), -a.stage, a.micro_batch),
+    "fill, oldest first": lambda a: ("FIBRW".index(a.kind.value), a.micro_batch, -a.stage),
     "oldest first": lambda a: (a.kind is Kind.WEIGHT, a.micro_batch, -a.stage),
 }
+# Recomputation while there is nothing better to do.
+IDLE: Priority = lambda a: ("IBFRW".index(a.kind.value), a.micro_batch, -a.stage)  # noqa: E731
 
 
-@dataclass
-class _Rank:
-    """What a rank is doing while the order is built."""
+class _Room:
+    """A rank's memory for one kind of thing: what samples take of it, and which have it."""
 
-    cap: float
-    largest: float
-    waiting: list[int]  # samples not admitted yet, oldest first
-    live: float = 0.0
-    free_at: float = 0.0
-    admitted: set[int] = field(default_factory=set)
-    ready: list[tuple[tuple[int, ...], float, Action]] = field(default_factory=list)
-    row: list[Action] = field(default_factory=list)
+    def __init__(self, parts: list[dict[int, float]], cap: float) -> None:
+        self.parts, self.cap = parts, cap  # for each sample what each of its stages takes
+        self.sizes = [sum(part.values()) for part in parts]
+        self.largest = max(self.sizes)
+        # Samples that want some of it and are not admitted yet, oldest first.
+        self.waiting = [i for i, part in enumerate(parts) if part]
+        self.admitted = {i for i, part in enumerate(parts) if not part}
+        self.live = 0.0
 
-    def admits(self, sample: int, room: float) -> bool:
+    def admits(self, sample: int) -> bool:
         if sample in self.admitted:
             return True
         reserve = 0.0 if sample == self.waiting[0] else self.largest
         rounding = 1e-9 * self.largest
-        return self.live + room + reserve <= self.cap + rounding
+        return self.live + self.sizes[sample] + reserve <= self.cap + rounding
 
-    def admit(self, sample: int, room: float) -> None:
+    def admit(self, sample: int) -> None:
         if sample not in self.admitted:
             self.admitted.add(sample)
             self.waiting.remove(sample)
-            self.live += room
+            self.live += self.sizes[sample]
+
+    def release(self, sample: int, stage: int) -> None:
+        self.live -= self.parts[sample].get(stage, 0.0)
 
 
-def shares(plan: Plan, costs: Costs | None) -> list[list[dict[int, float]]]:
-    """What each sample keeps on each rank, stage by stage: bytes, or without costs parts of one."""
-    kept: list[list[dict[int, float]]]
-    kept = [[{} for _ in range(plan.micro_batches)] for _ in range(plan.ranks)]
-    for i in range(plan.micro_batches):
-        for stage in range(plan.depth):
-            kept[plan.rank_for(stage, i)][i][stage] = costs[stage].stash if costs else 1.0
+@dataclass
+class _Rank:
+    """What a rank is doing while the order is built. A kind of action may want to be admitted."""
+
+    rooms: dict[Kind, _Room]
+    free_at: float = 0.0
+    ready: list[tuple[tuple[int, ...], float, Action]] = field(default_factory=list)
+    row: list[Action] = field(default_factory=list)
+
+
+Shares = list[list[dict[int, float]]]  # of each rank and sample, stage by stage
+
+
+def shares(plan: Plan, costs: Costs | None) -> Shares:
+    """What each sample keeps on each rank, stage by stage: bytes, or without costs parts of one.
+
+    Where forward is recomputed this is what it leaves, and `recomputed` what comes on top.
+    """
+    kept = _each(plan, lambda s, i: costs[s].stash if costs else 1.0)
     if costs is None:
         kept = [[{s: 1 / len(part) for s in part} for part in row] for row in kept]
-    return kept
+    left = (lambda s: float(min(costs.received(s), costs[s].stash))) if costs else (lambda s: 0.0)
+    return [
+        [{s: left(s) if plan.recomputes(s, i) else n for s, n in part.items()} for i, part in row]
+        for row in map(enumerate, kept)
+    ]
+
+
+def recomputed(plan: Plan, costs: Costs | None) -> Shares:
+    """What recomputation adds for each sample on each rank; nothing where all is kept."""
+
+    def added(stage: int, stages: int) -> float:
+        if costs is None:
+            return 1 / stages
+        return max(costs[stage].stash - costs.received(stage), 0.0)
+
+    return [
+        [{s: added(s, len(p)) for s in p if plan.recomputes(s, i)} for i, p in enumerate(row)]
+        for row in _each(plan, lambda s, i: 0.0)
+    ]
+
+
+def _each(plan: Plan, of: Callable[[int, int], float]) -> Shares:
+    """A number for each stage and sample, where the stage is."""
+    found: Shares = [[{} for _ in range(plan.micro_batches)] for _ in range(plan.ranks)]
+    for i in range(plan.micro_batches):
+        for stage in range(plan.depth):
+            found[plan.rank_for(stage, i)][i][stage] = of(stage, i)
+    return found
 
 
 def order(
@@ -125,11 +171,14 @@ def least(plan: Plan, costs: Costs) -> float:
             later = (beyond[q] + costs[q].f + costs[q].i for q in plan.sinks[s])
             beyond[s] = max(later, default=0.0)
     loads, begins, ends = ([value] * plan.ranks for value in (0.0, inf, inf))
+    again = [costs[s].f * plan.recomputes(s, 0) for s in range(plan.depth)]
     share, more = divmod(plan.micro_batches, plan.directions)
     for direction, row in enumerate(plan.teams[: plan.directions]):
         for s, team in enumerate(row):
             for rank in team:
-                loads[rank] += (share + (direction < more)) * (costs[s].seconds + beyond[s])
+                times = share + (direction < more)
+                loads[rank] += times * (costs[s].seconds + beyond[s])
+                loads[rank] += max(times - (plan.keeps[s] == "except-last"), 0) * again[s]
                 begins[rank] = min(begins[rank], fill[s])
                 # A weight gradient that was put off may well be the last that a rank does.
                 ends[rank] = min(ends[rank], 0.0 if plan.split else drain[s])
@@ -146,7 +195,9 @@ def _fastest(
     tried = []
     good = max(good, least(plan, costs) * (1 + 1e-9))
     shortest = min(cost.f for cost in costs.items)
-    choices = product((False, True), PRIORITIES.values(), (0.0, PATIENCE * shortest))
+    some = any(plan.recomputes(s, 0) for s in range(plan.depth))
+    priorities = [*PRIORITIES.values(), *([IDLE] if some else [])]
+    choices = product((False, True), priorities, (0.0, PATIENCE * shortest))
     for split, priority, patience in choices:
         schedule, _ = _Build(plan, costs, cap, memory, split, priority, patience).run()
         schedule = joined(schedule, plan, costs) if split else schedule
@@ -225,6 +276,35 @@ PATIENCE = 0.25  # of the shortest forward: how long a rank may wait for somethi
 HALVES = 1.1  # what a backward costs in two halves; 0.9 to 1.2 was seen on real networks
 
 
+def _rooms(
+    rank: int,
+    kept: list[dict[int, float]],
+    added: list[dict[int, float]],
+    samples: int | None,
+    memory: float | None,
+) -> dict[Kind, _Room]:
+    """What a rank has for forward, and for recomputation: so many samples, or what memory there is.
+
+    One sample must fit both. If there is room, all samples may run forward; recomputation has the
+    rest. A number of samples is one of stashes: of what is recomputed, or of what was never left.
+    """
+    forward, again = _Room(kept, inf), _Room(added, inf)
+    cap = inf if memory is None else memory
+    if (needed := forward.largest + again.largest) > cap:
+        raise PlanError(
+            f"rank {rank} may keep {cap:,.0f} bytes for backward, but one micro-batch needs "
+            f"{needed:,.0f}; use more stages, a smaller micro-batch or more memory"
+        )
+    again.cap = max(again.largest, cap - len(kept) * forward.largest)
+    if samples:
+        again.cap = min(again.cap, samples * again.largest)
+    forward.cap = cap - again.cap if cap < inf else inf
+    pairs = zip(kept, added, strict=True)
+    if samples and any(part.keys() - more.keys() for part, more in pairs):
+        forward.cap = min(forward.cap, samples * forward.largest)
+    return {Kind.FORWARD: forward, Kind.RECOMPUTE: again}
+
+
 class _Build:
     """One run of the clock."""
 
@@ -240,18 +320,9 @@ class _Build:
     ) -> None:
         self.plan, self.costs, self.split, self.priority = plan, costs, split, priority
         self.patience = patience
-        self.shares = shares(plan, None if memory is None else costs)
-        self.room = [[sum(part.values()) for part in row] for row in self.shares]
-        self.ranks = []
-        for r, kept in enumerate(self.room):
-            cap = float("inf") if memory is None else memory
-            if max(kept) > cap:
-                raise PlanError(
-                    f"rank {r} may keep {cap:,.0f} bytes for backward, but one micro-batch needs "
-                    f"{max(kept):,.0f}; use more stages, a smaller micro-batch or more memory"
-                )
-            cap = min(cap, samples * max(kept)) if samples else cap
-            self.ranks.append(_Rank(cap, max(kept), list(range(plan.micro_batches))))
+        counted = None if memory is None else costs
+        pairs = zip(shares(plan, counted), recomputed(plan, counted), strict=True)
+        self.ranks = [_Rank(_rooms(r, *pair, samples, memory)) for r, pair in enumerate(pairs)]
         self.unmet: dict[Action, int] = {}
         self.known_at: dict[Action, float] = {}
         self.waits_for: dict[Fact, list[Action]] = {}
@@ -265,7 +336,7 @@ class _Build:
             rank = self.ranks[r]
             if now < rank.free_at:
                 continue  # a stale wake-up: the rank is busy and will look again when it is free
-            if (action := self._choose(rank, r, now)) is not None:
+            if (action := self._choose(rank, now)) is not None:
                 end = max(end, self._start(action, rank, r, now))
         return Schedule(tuple(tuple(rank.row) for rank in self.ranks)), end
 
@@ -274,7 +345,8 @@ class _Build:
         for i in range(self.plan.micro_batches):
             replica = self.plan.replica_of(i)
             for stage in range(self.plan.depth):
-                for kind in (Kind.FORWARD, *back):
+                again = (Kind.RECOMPUTE,) if self.plan.recomputes(stage, i) else ()
+                for kind in (Kind.FORWARD, *again, *back):
                     action = Action(kind, stage, i, replica)
                     facts = needs(action, self.plan)
                     self.unmet[action] = len(facts)
@@ -291,7 +363,7 @@ class _Build:
         heapq.heappush(self.ranks[r].ready, (self.priority(action), now, action))
         heapq.heappush(self.clock, (now, r))
 
-    def _choose(self, rank: _Rank, r: int, now: float) -> Action | None:
+    def _choose(self, rank: _Rank, now: float) -> Action | None:
         """The most urgent action that is ready and, if it begins a sample, admitted.
 
         If one that is more urgent is about to be ready, the rank waits for it.
@@ -300,9 +372,8 @@ class _Build:
         while rank.ready and chosen is None:
             entry = heapq.heappop(rank.ready)
             _, since, action = entry
-            starts = action.kind is Kind.FORWARD
-            i = action.micro_batch
-            if starts and not rank.admits(i, self.room[r][i]):
+            room = rank.rooms.get(action.kind)
+            if room is not None and not room.admits(action.micro_batch):
                 passed.append(entry)
             elif since > now:
                 passed.append(entry)
@@ -317,10 +388,11 @@ class _Build:
     def _start(self, action: Action, rank: _Rank, r: int, now: float) -> float:
         rank.free_at = now + self.costs[action.stage].of(action.kind.value)
         rank.row.append(action)
-        if action.kind is Kind.FORWARD:
-            rank.admit(action.micro_batch, self.room[r][action.micro_batch])
+        if (room := rank.rooms.get(action.kind)) is not None:
+            room.admit(action.micro_batch)
         elif action.kind is not Kind.INPUT:
-            rank.live -= self.shares[r][action.micro_batch][action.stage]
+            for room in rank.rooms.values():
+                room.release(action.micro_batch, action.stage)
         for fact in gives(action):
             for waiting in self.waits_for.get(fact, ()):
                 self.unmet[waiting] -= 1

@@ -1,4 +1,4 @@
-"""From the order of compute actions to what ranks really do: copies, messages, reductions."""
+"""From the order of compute actions to what ranks really do: recomputation, copies, messages, sums."""
 
 from __future__ import annotations
 
@@ -12,9 +12,32 @@ from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.papers import sequential
 
 
+SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
+
+
 def lower(schedule: Schedule, plan: Plan) -> Schedule:
     """The compute order of one copy, as every rank of the plan carries it out."""
-    return reduce(communicate(copies(schedule, plan), plan), plan)
+    return reduce(communicate(copies(recompute(schedule, plan), plan), plan), plan)
+
+
+def recompute(schedule: Schedule, plan: Plan) -> Schedule:
+    """Insert R right before the backward of what a stage did not keep, where there is none yet.
+
+    Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
+    not before, the micro-batch takes up the memory of its stash.
+    """
+    rows = []
+    for row in schedule.ranks:
+        there = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
+        new: list[Action] = []
+        for action in row:
+            backward = action.computes and action.kind in (Kind.BACKWARD, Kind.INPUT)
+            at = (action.stage, action.micro_batch)
+            if backward and at not in there and plan.recomputes(*at):
+                new.append(replace(action, kind=Kind.RECOMPUTE))
+            new.append(action)
+        rows.append(tuple(new))
+    return Schedule(tuple(rows))
 
 
 def copies(schedule: Schedule, plan: Plan) -> Schedule:
@@ -61,7 +84,7 @@ def _posts(row: Sequence[Action], queues: list[list[Action]], early: int) -> lis
 
     One receive takes the parts of a whole team, so it stands in the queues of several links.
     """
-    used = {_use(a): at for at, a in enumerate(row) if a.kind is not Kind.WEIGHT}
+    used = {_use(a): at for at, a in enumerate(row) if a.kind not in SILENT}
     due = {a: max(used[_use(a)] - early, 0) for queue in queues for a in queue}
     changed = True
     while changed:
@@ -149,7 +172,7 @@ def _sends(action: Action, rank: int, plan: Plan) -> list[Action]:
 
     One action sends to all the other ranks of the peer stage what each of them wants of our part.
     """
-    if action.kind is Kind.WEIGHT:
+    if action.kind in SILENT:
         return []
     forward = action.kind is Kind.FORWARD
     peers = plan.sinks[action.stage] if forward else plan.sources[action.stage]
