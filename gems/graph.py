@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,13 +15,17 @@ ITEMSIZE = {
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that one block writes and others read. `grad`: a gradient comes back for it."""
+    """A tensor that one block writes and others read. `grad`: a gradient comes back for it.
+
+    `storage` is the number of its memory, as in `Block.saves`; -1 where nobody has looked.
+    """
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     grad: bool
+    storage: int = -1
 
     @cached_property
     def bytes(self) -> int:
@@ -125,6 +129,18 @@ class Graph:
         """Bytes of the parameters of these blocks, each once: so many gradients there are."""
         names = {n for i in blocks for n in self.blocks[i].parameters}
         return sum(self.weight[n].bytes for n in names)
+
+
+def covering(name: str, listed: Mapping[str, object]) -> str | None:
+    """The longest listed name that is this block or a module around it."""
+    if name in listed:
+        return name
+    at = name.partition(":")[0]
+    while at:
+        if at in listed:
+            return at
+        at = at.rpartition(".")[0]
+    return None
 
 
 def crossings(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:

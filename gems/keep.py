@@ -2,7 +2,7 @@
 
     all            every tensor that backward reads
     inputs         only what the stage received; its forward runs again before backward (R)
-    except-last    the same, but the last micro-batch of a step keeps all: it would run again at once
+    except-last    the same, but the last micro-batch of a step keeps all: its backward is next
     auto           as many blocks as the memory has room for; `planner` writes out their names
     ("a", "b")     the blocks of these names, or inside the modules of these names, keep what they
                    save; the runs of blocks between them run again inside backward, one by one

@@ -11,6 +11,7 @@ from gems.graph import Block, Graph
 from gems.grid import Grid
 from gems.machine import Link, Machine
 from gems.plans import Plan
+from gems.recompute import kept_of, recomputing
 
 
 def price(
@@ -19,11 +20,13 @@ def price(
     """Costs per stage, as a rank in the middle of each team bears them; messages over `machine`."""
     whole = of_stages(blocks, graph, stage_of).over(machine.link)
     items = []
-    for stage, (cost, grid) in enumerate(zip(whole.items, plan.grids, strict=True)):
+    for stage, (uncut, grid) in enumerate(zip(whole.items, plan.grids, strict=True)):
+        cost, mine = uncut, [i for i, s in enumerate(stage_of) if s == stage]
         if grid.size > 1:
             link = machine.slowest(plan.team_of(stage, 0))
-            mine = [i for i, s in enumerate(stage_of) if s == stage]
-            cost = _cut(cost, [(graph.blocks[i], blocks[i]) for i in mine], graph, grid, link)
+            cost = _cut(uncut, [(graph.blocks[i], blocks[i]) for i in mine], graph, grid, link)
+        if (kept := kept_of(plan.keeps[stage], graph, mine)) is not None:
+            cost = recomputing(cost, uncut, graph, blocks, mine, kept)
         items.append(cost)
     return replace(whole, items=tuple(items), teams=plan.sizes)
 

@@ -28,9 +28,10 @@ TOWER = (
     ("timeline",),
     ("schedule",),
     ("price",),
+    ("recompute",),
     ("plans", "costs"),
     ("graph", "layout"),
-    ("geometry", "grid", "windows", "machine"),
+    ("geometry", "grid", "windows", "machine", "keep"),
     ("files",),
     ("errors", "version"),
 )
@@ -43,7 +44,7 @@ VISITORS = {"__main__", "cli", DOOR}
 # These load no framework. The command line shows its help without one, too.
 PURE = {
     *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
-    *("costs", "plans"),
+    *("costs", "plans", "keep", "recompute"),
     *("schedule", "timeline", "estimate", "live", "price", "simulation", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}

@@ -281,7 +281,9 @@ def with_row(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Schedule
 def test_no_action_can_be_left_out(place: tuple[Plan, Schedule, int, int]) -> None:
     plan, schedule, rank, step = place
     row = schedule.ranks[rank]
-    only_sum = sum(a.kind is Kind.REDUCE for _, a in schedule) == 1 and row[step].kind is Kind.REDUCE
+    only_sum = (
+        sum(a.kind is Kind.REDUCE for _, a in schedule) == 1 and row[step].kind is Kind.REDUCE
+    )
     assume(not only_sum)  # without any sum it is the same order, not yet reduced
     assert check(with_row(schedule, rank, row[:step] + row[step + 1 :]), plan)
 

@@ -10,11 +10,12 @@ from itertools import accumulate
 
 from gems.costs import Costs
 from gems.errors import PlanError, faults
-from gems.graph import Graph, crossings
+from gems.graph import Graph, covering, crossings
 from gems.planner.cut import by_weight
 from gems.plans import BIDIRECTIONAL, Plan
 from gems.schedule.build import build
 from gems.schedule.core import Kind
+from gems.timeline import LIVE
 
 
 def assign(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) -> Plan:
@@ -59,27 +60,42 @@ def kept(plan: Plan) -> list[float]:
     if plan.schedule in BIDIRECTIONAL:
         return [1.0] * plan.depth
     if plan.schedule == "auto":
-        counts = (1,) * plan.depth
+        counts = [1] * plan.depth
     else:
-        lanes = plan.lanes() if plan.cut else plan.one_copy()
-        counts = _counts(replace(lanes, stages=plan.depth, edges=None, why=""))
+        counts = [stashes for stashes, _ in _counts(_order_of(plan))]
     return [
         float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
         for stage, count in enumerate(counts)
     ]
 
 
+def held(plan: Plan) -> list[int]:
+    """How many micro-batches wait on each stage, with nothing but its inputs, to be recomputed."""
+    if plan.schedule in (*BIDIRECTIONAL, "auto"):
+        return [0] * plan.depth
+    return [inputs for _, inputs in _counts(_order_of(plan))]
+
+
+def _order_of(plan: Plan) -> Plan:
+    """What of a plan matters to how many micro-batches are under way."""
+    keep = tuple(k if isinstance(k, str) else "all" for k in plan.keeps)
+    lanes = plan.lanes() if plan.cut else plan.one_copy()
+    return replace(lanes, stages=plan.depth, edges=None, keep=keep, why="")
+
+
 @lru_cache(maxsize=256)
-def _counts(plan: Plan) -> tuple[int, ...]:
+def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """For each stage the most stashes, and the most inputs without a stash, at once."""
     order = build(plan)
     found = []
     for stage in range(plan.depth):
-        row = order.ranks[plan.rank_of(stage, 0)]
-        found.append(max(accumulate(LIVE[a.kind] for a in row if a.stage == stage)))
+        row = [a for a in order.ranks[plan.rank_of(stage, 0)] if a.stage == stage]
+        later = [a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row]
+        pairs = list(zip(row, later, strict=True))
+        stashes = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
+        inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)
+        found.append((max(stashes), max(inputs)))
     return tuple(found)
-
-
-LIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1, Kind.INPUT: 0}
 
 
 def stages_by_name(
@@ -94,7 +110,7 @@ def stages_by_name(
     used: set[str] = set()
     stage_of: list[int] = []
     for block in graph.blocks:
-        name = _covering(block.name, listed)
+        name = covering(block.name, listed)
         if name is not None:
             used.add(name)
             stage_of.append(listed[name])
@@ -115,18 +131,6 @@ def stages_by_name(
 def _twice(names: Sequence[Sequence[str]]) -> list[str]:
     flat = [name for group in names for name in group]
     return sorted({name for name in flat if flat.count(name) > 1}) if len(flat) < 5000 else []
-
-
-def _covering(name: str, listed: dict[str, int]) -> str | None:
-    """The longest listed name that is this block or a module around it."""
-    if name in listed:
-        return name
-    at = name.partition(":")[0]
-    while at:
-        if at in listed:
-            return at
-        at = at.rpartition(".")[0]
-    return None
 
 
 def _unknown(name: str, graph: Graph) -> str:

@@ -88,7 +88,9 @@ SPELLED = re.compile(r"(\d+)([FRBIW])(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
 def parse_action(text: str) -> Action:
     match = SPELLED.fullmatch(text)
     if not match:
-        raise ScheduleError(f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2F0>3 or 1R")
+        raise ScheduleError(
+            f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2F0>3 or 1R"
+        )
     stage, kind, micro_batch, way, peer, replica, reduced = match.groups()
     if reduced:
         return Action(Kind.REDUCE, int(reduced))

@@ -12,8 +12,8 @@ large as any, remains. Let i be the oldest unfinished sample. On a rank that has
 everything live is younger, so the last of them left room enough for i when it was admitted. Hence
 i can proceed everywhere, finishes, and so does every sample after it.
 
-Where a stage keeps its inputs only, there are two rooms, each with its own cap and these same rules:
-one for what forward leaves, and one for what recomputation adds to it.
+Where a stage keeps its inputs only, there are two rooms, each with its own cap and these same
+rules: one for what forward leaves, and one for what recomputation adds to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the order of compute actions to what ranks really do: recomputation, copies, messages, sums."""
+"""From the order of compute actions to what ranks really do: recompute, copies, messages, sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import pairwise
 from gems.plans import Plan
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.papers import sequential
-
 
 SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
 

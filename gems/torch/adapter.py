@@ -29,6 +29,7 @@ from gems.torch.meter import storage_of
 from gems.torch.norms import Statistics, unrecorded
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
+from gems.torch.recompute import Again, as_it_was, snapshot, touched
 from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.rule import Notes
 from gems.torch.spatial.stage import Bound
@@ -51,6 +52,8 @@ class Kept:
     gradients: dict[str, Tensor]  # of received values, filled in by backward
     wants: tuple[str, ...]  # the received values that want one
     page: list[Entry] | None  # weight gradients put off
+    received: dict[str, Tensor]  # what there is until the stage is recomputed
+    before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
 
 
 class TorchAdapter:
@@ -79,6 +82,7 @@ class TorchAdapter:
         self.leaves = leaves
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
+        self.again = Again()
         self.stages = plan.stages_on[rank]
         self.put_off = {
             (a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes
@@ -106,6 +110,7 @@ class TorchAdapter:
         self.outputs: dict[int, Any] = {}
         self.used: set[str] = set()  # the model's outputs that the loss gave a gradient
         self.stash_bytes: dict[tuple[int, int], int] = {}
+        self.surge_bytes: dict[tuple[int, int], int] = {}
         real = [i for i, size in enumerate(batch.sizes) if size]
         self.position = {i: at for at, i in enumerate(real)}
         mode = self._mode()
@@ -193,6 +198,7 @@ class TorchAdapter:
         if key not in cut.programs:
             calls = cut.calls(stage)
             splits = any(s == stage for s, _ in self.put_off)
+            run_of = cut.recomputed_runs(stage)
             cut.programs[key] = write(
                 cut.trace.record,
                 self.model,
@@ -201,9 +207,12 @@ class TorchAdapter:
                 self.draws,
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
+                (self.again, run_of) if run_of else None,
             )
-            cut.stash[stage] = cut.trace.graph.stash(cut.blocks[stage])
-            if any(c.region is not None or c.norms not in ((), (c.module,)) for c in calls):
+            recomputed = run_of or any(
+                c.region is not None or c.norms not in ((), (c.module,)) for c in calls
+            )
+            if recomputed:
                 cut.recomputed[stage] = [module for module, _ in self._norms(stage, cut)]
         return cut.programs[key]
 
@@ -221,43 +230,74 @@ class TorchAdapter:
     def forward(
         self, stage: int, micro_batch: int, received: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        i = micro_batch
-        cut = self.of[i]
-        team = self.plan.team_for(stage, i)
+        i, cut = micro_batch, self.of[micro_batch]
+        put_off = self.training and (stage, i) in self.put_off
+        kept = Kept({}, None, {}, (), [] if put_off else None, {})
+        later = self.training and self.plan.recomputes(stage, i)
+        if later:
+            kept.received = dict(received)
+            kept.before = snapshot(touched(cut.calls(stage), self.model))
+            self.stash_bytes[stage, i] = self.size(list(received.values()))
+        with ExitStack() as stack:
+            if stage in self.statistics:
+                stack.enter_context(self.statistics[stage].during(self.position[i]))
+            if later:
+                stack.enter_context(torch.no_grad())
+            results = self._pass(stage, i, received, kept)
+        if self.training:
+            self.kept[stage, i] = kept
+            if kept.loss is not None:
+                self.losses.append((i, kept.loss.detach()))
+        return {name: tensor.detach() for name, tensor in results.items()}
+
+    def recompute(self, stage: int, micro_batch: int) -> None:
+        """The forward once more, which kept nothing; its statistics were taken the first time."""
+        i, cut = micro_batch, self.of[micro_batch]
+        kept = self.kept[stage, i]
+        received, kept.received = kept.received, {}
+        norms = [module for module, _ in self._norms(stage, cut)]
+        buffers = touched(cut.calls(stage), self.model)
+        with unrecorded(norms), as_it_was(buffers, kept.before):
+            self._pass(stage, i, received, kept)
+        kept.before = ()
+
+    def _pass(
+        self, stage: int, i: int, received: dict[str, Tensor], kept: Kept
+    ) -> dict[str, Tensor]:
+        """One run of a stage's program. What backward needs is noted if it will come to it."""
+        cut, team = self.of[i], self.plan.team_for(stage, i)
         program, bound = self.program(cut, stage, team), self.bound(cut, stage, team)
-        kept = Kept({}, None, {}, (), [] if self.training and (stage, i) in self.put_off else None)
+        keeps = self.training and torch.is_grad_enabled()
         arguments = self._arguments(cut, stage, i, program, received, kept, bound)
         self.draws.at(self.step, i)
-        slabs = Slabs(self.weight_storages) if bound is not None and self.training else None
-        with self._around(stage, i, bound, slabs, kept.page):
+        slabs = Slabs(self.weight_storages) if bound is not None and keeps else None
+        with self._around(bound, slabs, kept.page if keeps else None):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage == self.plan.depth - 1:
                 self._arrive(cut, i, results, kept, bound)
-        if self.training:
+        if keeps:
             sent = {n for (a, _), names in cut.crossing.items() if a == stage for n in names}
             kept.edges = {
                 n: get_gradient_edge(t) for n, t in results.items() if n in sent and t.requires_grad
             }
-            self.kept[stage, i] = kept
-        stash = cut.stash[stage] if slabs is None else slabs.bytes
-        self.stash_bytes[stage, i] = stash if self.training else 0
-        return {name: tensor.detach() for name, tensor in results.items()}
+            self._count(cut, stage, i, slabs)
+        return results
+
+    def _count(self, cut: Cut, stage: int, i: int, slabs: Slabs | None) -> None:
+        """What a micro-batch keeps from here on; of a cut stage, what was seen to be kept."""
+        whole = cut.footprint(stage)
+        stash = whole.stash if slabs is None else slabs.bytes
+        self.stash_bytes[stage, i] = stash
+        self.surge_bytes[stage, i] = round(whole.surge * stash / whole.stash) if whole.stash else 0
 
     @contextmanager
     def _around(
-        self,
-        stage: int,
-        i: int,
-        bound: Bound | None,
-        slabs: Slabs | None,
-        page: list[Entry] | None,
+        self, bound: Bound | None, slabs: Slabs | None, page: list[Entry] | None
     ) -> Iterator[None]:
-        """What a forward runs in: statistics in order, autocast, and an eye on what is kept."""
+        """What a stage runs in: autocast, and an eye on what is kept."""
         notes = Notes() if bound is None else bound.memory
         with ExitStack() as stack:
-            if stage in self.statistics:
-                stack.enter_context(self.statistics[stage].during(self.position[i]))
             stack.enter_context(self._autocast())
             if slabs is not None:
                 stack.enter_context(slabs.watching())
@@ -293,7 +333,7 @@ class TorchAdapter:
             x = received.pop(name)
             if name in mutated:
                 x = x.clone()  # another stage of this rank may still read it
-            if self.training and graph.value[name].grad:
+            if self.training and torch.is_grad_enabled() and graph.value[name].grad:
                 wants.append(name)
                 x = receive(x, lambda g, name=name: kept.gradients.__setitem__(name, g))
             arguments.append(x)
@@ -322,7 +362,6 @@ class TorchAdapter:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ShapeError(f"loss must give one number, the mean over a micro-batch; got {shape}")
         kept.loss = loss
-        self.losses.append((i, loss.detach()))
 
     def _loss(self, cut: Cut, i: int, output: Any, bound: Bound | None) -> Any:
         assert self.loss is not None
@@ -355,13 +394,30 @@ class TorchAdapter:
         del summed, gradients
         if roots:
             self.draws.at(self.step, i)  # a recomputed region draws what it drew before
-            with unrecorded(self.of[i].recomputed.get(stage, ())):
+            with self._reruns(stage, i, kept.page):
                 torch.autograd.backward(roots, seeds)
         found, kept.gradients = kept.gradients, {}
         for name in kept.wants:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
                 found[name] = self._zeros(i, stage, name)
         return found
+
+    @contextmanager
+    def _reruns(self, stage: int, i: int, page: list[Entry] | None) -> Iterator[None]:
+        """Backward, in which blocks that kept nothing run again as in forward."""
+        cut = self.of[i]
+        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+
+        def around() -> AbstractContextManager[None]:
+            slabs = None if bound is None else Slabs(self.weight_storages)
+            return self._around(bound, slabs, page)
+
+        self.again.around = around
+        try:
+            with unrecorded(cut.recomputed.get(stage, ())):
+                yield
+        finally:
+            self.again.around = nullcontext
 
     def _team_size(self, i: int) -> int:
         """How many ranks compute the loss of a micro-batch."""
@@ -444,7 +500,10 @@ class TorchAdapter:
     # --- bytes and seconds --------------------------------------------------------------------
 
     def stash(self, stage: int, micro_batch: int) -> int:
-        return self.stash_bytes[stage, micro_batch]
+        return self.stash_bytes.get((stage, micro_batch), 0)
+
+    def surge(self, stage: int, micro_batch: int) -> int:
+        return self.surge_bytes[stage, micro_batch]
 
     def standing(self) -> Memory:
         gradients = self.size([p.grad for p in self.parameters_here if p.grad is not None])

@@ -83,6 +83,7 @@ class Record:
     glued: list[tuple[int, int]]  # first and last call of runs that may not be cut
     device: str  # kind of device that it was recorded for
     leaves: tuple[str, ...]  # modules that had to be taken whole
+    storages: dict[str, int] = field(default_factory=dict)  # the memory of each value, as in saves
 
     def trained_by(self, outputs: Iterable[str]) -> set[str]:
         """The weights that a gradient of these outputs may lead to, and not one too few."""

@@ -18,6 +18,7 @@ from gems.layout import Layout, even
 from gems.machine import Machine
 from gems.planner.assign import stages_by_name
 from gems.plans import Plan
+from gems.recompute import Footprint, footprint, kept_of, runs
 from gems.schedule.core import Message
 from gems.torch.calls import Call
 from gems.torch.junction import Passage, whole
@@ -55,7 +56,7 @@ class Cut:
     laid: dict[int, Laid] = field(default_factory=dict)  # stages that are cut into boxes
     bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
-    stash: dict[int, int] = field(default_factory=dict)
+    footprints: dict[int, Footprint] = field(default_factory=dict)
     trained: dict[frozenset[str], set[str]] = field(default_factory=dict)
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
     losses: dict[Any, CutLoss] = field(default_factory=dict)
@@ -77,6 +78,25 @@ class Cut:
         if stage == self.plan.depth - 1:
             found += self.trace.graph.outputs
         return list(dict.fromkeys(found))
+
+    def kept(self, stage: int) -> set[int] | None:
+        """The blocks of a stage that keep what they save, if that is said by name."""
+        return kept_of(self.plan.keeps[stage], self.trace.graph, self.blocks[stage])
+
+    def recomputed_runs(self, stage: int) -> dict[str, int]:
+        """The calls that run again inside backward, each with the number of its run."""
+        if (kept := self.kept(stage)) is None:
+            return {}
+        groups = enumerate(runs(self.blocks[stage], kept))
+        return {c.name: n for n, run in groups for block in run for c in self.trace.calls(block)}
+
+    def footprint(self, stage: int) -> Footprint:
+        """Bytes that a micro-batch keeps on a stage that is not cut, and what backward adds."""
+        if stage not in self.footprints:
+            blocks, kept = self.blocks[stage], self.kept(stage)
+            whole = blocks if kept is None else kept
+            self.footprints[stage] = footprint(self.trace.graph, blocks, whole)
+        return self.footprints[stage]
 
     def trained_by(self, outputs: frozenset[str]) -> set[str]:
         if outputs not in self.trained:

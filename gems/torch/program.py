@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from gems.geometry import Box
 from gems.torch.calls import Attr, Call, Record, Ref, is_place
 from gems.torch.random import Draws
+from gems.torch.recompute import Again, Run, touched
 
+Group = Callable[[Sequence[Call], tuple[str, ...], str], None]
 Deferral = Callable[[nn.Module], Callable[..., Any] | None]
 
 
@@ -40,21 +43,25 @@ def write(
     draws: Draws,
     deferral: Deferral | None = None,
     instead: Mapping[str, Callable[..., Any]] | None = None,
+    again: tuple[Again, Mapping[str, int]] | None = None,
 ) -> Program:
     """Compile `calls` into a function that gives `outputs`.
 
     `draws` gives random numbers to the calls that draw. `deferral` may
     replace a module by a function that puts its weight gradient off; `instead` replaces calls by
-    name, with functions that see to random numbers themselves.
+    name, with functions that see to random numbers themselves. `again` has the runs of calls that
+    are recomputed in backward: the number of its run, by the name of a call.
     """
-    writer = _Writer(record, model, draws, deferral, instead or {})
+    writer = _Writer(record, model, draws, deferral, instead or {}, again or (Again(), {}))
     made = {name for call in calls for name in call.writes}
-    inputs = tuple(dict.fromkeys(n for c in calls for n in c.reads if n not in made))
+    inputs = _inputs(calls)
     inputs += tuple(n for n in outputs if n not in made and n not in inputs)
     writer.function("stage", inputs, calls, tuple(outputs))
-    source = "\n".join(writer.lines) + "\n"
+    source = "\n".join((*writer.above, *writer.lines)) + "\n"
     scope = dict(writer.scope)
     exec(compile(source, f"<stage {calls[0].name if calls else 'empty'}>", "exec"), scope)
+    for name, facts in writer.recomputed.items():
+        scope[f"_{name}"] = Run(scope[name], *facts)
     return Program(inputs, tuple(outputs), scope["stage"], source)
 
 
@@ -66,8 +73,12 @@ class _Writer:
         draws: Draws,
         deferral: Deferral | None,
         instead: Mapping[str, Callable[..., Any]],
+        again: tuple[Again, Mapping[str, int]],
     ) -> None:
         self.record, self.model, self.instead = record, model, instead
+        self.run_of = again[1]
+        self.recomputed: dict[str, tuple[Any, ...]] = {}  # function -> what is known about it
+        self.above: list[str] = []  # the functions of these
         self.draws, self.deferral = draws, deferral
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
@@ -76,6 +87,7 @@ class _Writer:
             "_autocast": torch.autocast,
             "_random": draws.call,
             "_checkpoint": torch_checkpoint.checkpoint,
+            "_again": again[0],
             "_unflatten": pytree.tree_unflatten,
         }
         self.bound: dict[int, str] = {}
@@ -83,45 +95,74 @@ class _Writer:
 
     def function(
         self, name: str, inputs: Iterable[str], calls: Sequence[Call], outputs: tuple[str, ...],
-        indent: str = "",
+        indent: str = "", inside: str = "",
     ) -> None:  # fmt: skip
-        """Write `def name(inputs): calls; return outputs`."""
+        """Write `def name(inputs): calls; return outputs`.
+
+        A stage has runs that are recomputed, both have regions, and those nothing: `inside` is
+        which of them this is, `run` or `region`.
+        """
         arguments = ", ".join(self.var(n) for n in inputs)
         self.lines.append(f"{indent}def {name}({arguments}):")
         body = indent + "    "
         last_use = _last_uses(calls, outputs)
         position, wanted = 0, ()
         while position < len(calls):
-            run = _region_at(calls, position) if not indent else [calls[position]]
-            if len(run) > 1 or (not indent and run[0].region is not None):
+            run, write = self._group(calls[position:], inside)
+            if write is not None:
                 wanted = _wanted_after(run, calls[position + len(run) :], outputs)
-                self._region(run, wanted, body)
+                write(run, wanted, body)
             else:
                 self._call(run[0], body)
             position += len(run)
             gone = [self.var(n) for n in last_use.get(position - 1, ())]
-            if len(run) > 1:
-                inside = {n for c in run for n in c.writes}
+            if write is not None:
+                made = {n for c in run for n in c.writes}
                 used = (
                     n for at in range(position - len(run), position) for n in last_use.get(at, ())
                 )
-                gone = [self.var(n) for n in used if n not in inside or n in wanted]
+                gone = [self.var(n) for n in used if n not in made or n in wanted]
             if gone:
                 self.lines.append(f"{body}del {', '.join(gone)}")
         results = "".join(f"{self.var(n)}, " for n in outputs)
         self.lines.append(f"{body}return ({results})")
 
+    def _group(self, calls: Sequence[Call], inside: str) -> tuple[list[Call], Group | None]:
+        """The calls that are written together now, and what writes them; None: a call by itself."""
+        if not inside and calls[0].name in self.run_of:
+            return _first(calls, lambda call: self.run_of.get(call.name)), self._run
+        if inside != "region" and calls[0].region is not None:
+            return _first(calls, lambda call: call.region), self._region
+        return [calls[0]], None
+
     def _region(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
         """A torch.utils.checkpoint region stays one: its calls are recomputed in backward."""
-        made = {n for c in run for n in c.writes}
-        inputs = tuple(dict.fromkeys(n for c in run for n in c.reads if n not in made))
-        name = f"region{run[0].region}"
-        self.function(name, inputs, run, wanted, indent)
-        arguments = "".join(f", {self.var(n)}" for n in inputs)
-        results = "".join(f"{self.var(n)}, " for n in wanted)
+        name, inputs = f"region{run[0].region}", _inputs(run)
+        self.function(name, inputs, run, wanted, indent, "region")
         # Calls that draw are seeded one by one, so the generator's state need not be kept.
         options = "use_reentrant=False, preserve_rng_state=False"
-        self.lines.append(f"{indent}{results}= _checkpoint({name}{arguments}, {options})")
+        self._invoke(f"_checkpoint({self._listed(name, inputs)}, {options})", wanted, indent)
+
+    def _run(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
+        """A run that keeps nothing but its inputs."""
+        name, inputs = f"run{self.run_of[run[0].name]}", _inputs(run)
+        stage, self.lines = self.lines, []
+        self.function(name, inputs, run, wanted, "", "run")
+        self.above, self.lines = self.above + self.lines, stage
+        changed = {n for call in run for n in call.overwrites}
+        self.recomputed[name] = (
+            tuple(n in changed for n in inputs),
+            tuple(self.record.values[n].grad for n in wanted),
+            touched(run, self.model),
+        )
+        self._invoke(f"_again({self._listed(f'_{name}', inputs)})", wanted, indent)
+
+    def _listed(self, name: str, inputs: Sequence[str]) -> str:
+        return ", ".join((name, *map(self.var, inputs)))
+
+    def _invoke(self, invocation: str, wanted: Sequence[str], indent: str) -> None:
+        results = "".join(f"{self.var(n)}, " for n in wanted)
+        self.lines.append(f"{indent}{results}{'= ' * bool(wanted)}{invocation}")
 
     def _call(self, call: Call, indent: str) -> None:
         for context in self._contexts(call):
@@ -241,16 +282,14 @@ def _last_uses(calls: Sequence[Call], outputs: tuple[str, ...]) -> dict[int, lis
     return found
 
 
-def _region_at(calls: Sequence[Call], position: int) -> list[Call]:
-    region = calls[position].region
-    if region is None:
-        return [calls[position]]
-    run = []
-    for call in calls[position:]:
-        if call.region != region:
-            break
-        run.append(call)
-    return run
+def _first(calls: Sequence[Call], of: Callable[[Call], int | None]) -> list[Call]:
+    """The calls at the front that have the same number."""
+    return list(takewhile(lambda call: of(call) == of(calls[0]), calls))
+
+
+def _inputs(run: Sequence[Call]) -> tuple[str, ...]:
+    made = {n for call in run for n in call.writes}
+    return tuple(dict.fromkeys(n for call in run for n in call.reads if n not in made))
 
 
 def _wanted_after(

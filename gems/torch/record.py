@@ -124,6 +124,7 @@ class _Recorder(TorchFunctionMode):
             self.calls, self.values, inputs, output, outputs,
             self.weights.parameters, self.weights.buffers, self.weights.first_names,
             self.glued, self.device.type, tuple(sorted(self.whole)),
+            {name: storage for storage, names in self.names_in.items() for name in names},
         )  # fmt: skip
 
     def _fake_input(self, x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,9 +91,13 @@ def _graph(record: Record) -> tuple[Graph, Record, tuple[tuple[int, int], ...]]:
     runs = _runs(len(record.calls), record.glued)
     storages: dict[int, int] = {}
     blocks = tuple(_block(record, record.calls[a : b + 1], storages) for a, b in runs)
+    values = (
+        replace(value, storage=storages.setdefault(record.storages[name], len(storages)))
+        for name, value in record.values.items()
+    )
     graph = Graph(
         blocks=blocks,
-        values=tuple(record.values.values()),
+        values=tuple(values),
         inputs=record.inputs,
         outputs=record.outputs,
         parameters=tuple(record.parameters.values()),

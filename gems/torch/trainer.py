@@ -28,7 +28,7 @@ from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
-from gems.schedule.passes import forward_only, lower
+from gems.schedule.passes import forward_only, lower, recompute
 from gems.simulation import simulate
 from gems.timeline import Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
@@ -194,7 +194,9 @@ class Trainer:
         elif any(action.way for _, action in schedule):
             self.schedule = require(schedule, plan)
         else:
-            self.schedule = require(lower(require(schedule, plan.one_copy()), plan), plan)
+            one = plan.one_copy()
+            order = require(recompute(schedule, one), one)
+            self.schedule = require(lower(order, plan), plan)
         self.owned = ownership(traced.graph, stage_of, plan)
         self.minders = minders(self.model, traced, stage_of, self.owned, plan)
         self.first_name = traced.record.names
