@@ -53,7 +53,12 @@ class Ledger:
         if not y.requires_grad:  # the first layer: nothing before it wants a gradient
             y = receive(y, lambda gradient: page.append((settle, kept, version, gradient)))
         else:
-            y.register_hook(lambda gradient: page.append((settle, kept, version, gradient)))
+            # None: what reads it is recomputed, and no gradient came back through that.
+            y.register_hook(
+                lambda gradient: (
+                    None if gradient is None else page.append((settle, kept, version, gradient))
+                )
+            )
         return y
 
 
