@@ -18,6 +18,7 @@ from gems.transport.local import Local, run
 from tests.exact import Recordings
 
 SIDE, SAMPLES = 32, 16
+BLOCKS = ("stem", "block1_2", "block2_1", "block3_1", "head")
 WHOLE = {
     "one rank": Plan(),
     "1f1b": Plan(stages=3, micro_batches=4),
@@ -29,6 +30,17 @@ WHOLE = {
     "fold": Plan(stages=4, placement="fold", schedule="gpipe", micro_batches=4),
     "two copies": Plan(stages=2, data=2, micro_batches=2),
     "two copies, both ways": Plan(stages=2, data=2, schedule="gems", replications=1),
+    "1f1b, inputs": Plan(stages=3, micro_batches=4, keep="inputs"),
+    "gpipe, except the last": Plan(
+        stages=2, micro_batches=4, schedule="gpipe", keep="except-last", data=2
+    ),
+    "zero-bubble, fewer blocks": Plan(
+        stages=3, schedule="zero-bubble", micro_batches=4, keep=("inputs", BLOCKS, "all")
+    ),
+    "fold, inputs and blocks": Plan(
+        stages=4, placement="fold", schedule="gpipe", keep=("inputs", BLOCKS, (), "except-last")
+    ),
+    "auto, inputs": Plan(stages=2, schedule="auto", micro_batches=4, keep="inputs", stashes=1),
 }
 CUT = {
     "rows": Plan(spatial=(2, 1)),
@@ -37,6 +49,10 @@ CUT = {
     "tiles to slices, both ways": Plan(
         stages=2, spatial=(2, 1), local_dp=2, micro_batches=2, schedule="gems"
     ),
+    "tiles, inputs": Plan(
+        stages=3, spatial=[(2, 2), (1, 2)], micro_batches=2, schedule="gpipe", keep="inputs"
+    ),
+    "tiles, fewer blocks": Plan(stages=2, spatial=(2, 2), micro_batches=2, keep=BLOCKS),
 }
 
 
