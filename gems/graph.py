@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -133,14 +133,16 @@ class Graph:
 
 def covering(name: str, listed: Mapping[str, object]) -> str | None:
     """The longest listed name that is this block or a module around it."""
-    if name in listed:
-        return name
+    return next((at for at in around(name) if at in listed), None)
+
+
+def around(name: str) -> Iterator[str]:
+    """The name of a block, and of all modules around it, from the inside out."""
+    yield name
     at = name.partition(":")[0]
     while at:
-        if at in listed:
-            return at
+        yield at
         at = at.rpartition(".")[0]
-    return None
 
 
 def crossings(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:

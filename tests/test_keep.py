@@ -24,8 +24,8 @@ def keeps(draw: Any, stages: int) -> Any:
 
 
 @st.composite
-def keeping(draw: Any, known: Any = plans()) -> Plan:
-    plan = draw(known)
+def keeping(draw: Any) -> Plan:
+    plan = draw(plans())
     return replace(plan, keep=draw(keeps(plan.depth)))
 
 

@@ -21,12 +21,13 @@ from gems.estimate import estimate
 from gems.files import from_json, to_json
 from gems.graph import Block, Graph, Value
 from gems.machine import Link, Machine, machine
-from gems.planner.assign import kept, stages, stages_by_name
+from gems.planner.assign import stages, stages_by_name
 from gems.planner.candidates import choices
 from gems.planner.coarse import coarse
 from gems.planner.cut import Room, cut
 from gems.planner.explain import chosen, describe, explain
 from gems.planner.search import Wish, search
+from gems.planner.underway import kept
 from gems.plans import Plan
 from gems.price import price
 from gems.schedule.build import build

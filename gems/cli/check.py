@@ -48,13 +48,16 @@ def run(given: argparse.Namespace) -> int:
 def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
     """What of a plan does not fit the model: names, edges, and cuts that are not exact."""
     from gems.machine import machine
-    from gems.planner.assign import stages, written
+    from gems.planner.assign import stages, unkept, written
 
     graph, costs = studied(given, machine("cpu")).graph
     try:
         stage_of = stages(plan, graph, costs)
     except GemsError as error:
         yield str(error)
+        return
+    if unknown := list(unkept(plan, graph)):
+        yield from (f"keep: {fault}" for fault in unknown)
         return
     edges = written(plan, graph, stage_of).edges
     if plan.edges is not None and plan.edges != edges:

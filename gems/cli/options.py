@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gems.errors import GemsError, PlanError
 from gems.files import from_json
 from gems.grid import HALOS, LAYOUTS
+from gems.keep import spelled
 from gems.machine import MACHINES, Machine
 from gems.plans import PLACEMENTS, SCHEDULES, Plan
 
@@ -140,6 +141,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="sum the gradients of each stage over its replicas as soon as they are complete, "
         "beside other work (default); without, after all work",
     )
+    put(
+        "--keep",
+        default="all",
+        metavar="K",
+        help="what stages keep for backward, the rest is computed again: all (default), inputs, "
+        "except-last, auto (what memory has room for), or names of modules: layer1,layer2; with a "
+        "slash for each stage: inputs/layer2,layer3/all; GPipe's always and never are understood",
+    )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
@@ -163,6 +172,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         halo=given.halo,
         fused_layers=given.fused_layers,
         sums="early" if given.enable_master_comm_opt else "late",
+        keep=spelled(given.keep),
     )
 
 

@@ -63,7 +63,8 @@ def run(given: argparse.Namespace) -> int:
         raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
     else:
         limit = bytes_of(given.memory) if given.memory else None
-        plan = assign(plan_from(given), *study.graph, limit)
+        room = limit or on.device.memory
+        plan = assign(plan_from(given), *study.graph, limit, room)
     print(_stages(plan, *study.graph, on))
     if given.out:
         print(f"wrote {write(given.out, to_json(plan))}")

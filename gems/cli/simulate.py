@@ -12,7 +12,7 @@ from gems.draw.table import report
 from gems.draw.text import text
 from gems.files import to_json, write
 from gems.machine import machine
-from gems.planner.assign import stages, written
+from gems.planner.assign import assign, stages
 from gems.price import price
 from gems.schedule.build import lowered
 from gems.simulation import simulate
@@ -46,6 +46,6 @@ def predicted(given: argparse.Namespace) -> Timeline:
     on = machine(given.machine)
     graph, blocks = studied(given, on).graph
     stage_of = stages(plan, graph, blocks)
-    plan = written(plan, graph, stage_of)
+    plan = assign(plan, graph, blocks, room=on.device.memory)
     costs = price(blocks, graph, stage_of, plan, on)
     return simulate(lowered(plan, costs), plan, costs, on)

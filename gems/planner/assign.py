@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
 
 from gems.costs import Costs
 from gems.errors import PlanError, faults
-from gems.graph import Graph, covering, crossings
+from gems.graph import Graph, around, covering, crossings
 from gems.planner.cut import by_weight
-from gems.plans import BIDIRECTIONAL, Plan
-from gems.schedule.build import build
-from gems.schedule.core import Kind
-from gems.timeline import LIVE
+from gems.planner.room import fitted
+from gems.planner.underway import kept
+from gems.plans import Plan
 
 
-def assign(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) -> Plan:
-    """The plan with its blocks written out by name, and with the model's edges between stages."""
-    return written(plan, graph, stages(plan, graph, costs, memory))
+def assign(
+    plan: Plan, graph: Graph, costs: Costs, memory: float | None = None, room: float | None = None
+) -> Plan:
+    """The plan with its blocks written out by name, and with the model's edges between stages.
+
+    `room` is what `keep="auto"` may fill on each rank, if not `memory`.
+    """
+    stage_of = stages(plan, graph, costs, memory)
+    room = memory if room is None else room
+    plan = written(plan, graph, stage_of)
+    return plan if room is None else fitted(plan, graph, costs, stage_of, room)
 
 
 def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
@@ -31,6 +36,8 @@ def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
     names = tuple(map(tuple, groups))
     balance = plan.balance if isinstance(plan.balance, str) else "time"
     edges = tuple(crossings(graph, stage_of))
+    if found := list(unkept(plan, graph)):
+        raise PlanError(faults("this plan cannot keep what it says:", found))
     return replace(plan, stages=names, balance=balance, edges=edges)
 
 
@@ -51,51 +58,11 @@ def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) 
     )  # fmt: skip
 
 
-def kept(plan: Plan) -> list[float]:
-    """How many micro-batches each stage keeps for backward at most, in the plan's own order.
-
-    The stages of one rank share its memory, so each counts as often as there are; but not those of
-    two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one.
-    """
-    if plan.schedule in BIDIRECTIONAL:
-        return [1.0] * plan.depth
-    if plan.schedule == "auto":
-        counts = [1] * plan.depth
-    else:
-        counts = [stashes for stashes, _ in _counts(_order_of(plan))]
-    return [
-        float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
-        for stage, count in enumerate(counts)
-    ]
-
-
-def held(plan: Plan) -> list[int]:
-    """How many micro-batches wait on each stage, with nothing but its inputs, to be recomputed."""
-    if plan.schedule in (*BIDIRECTIONAL, "auto"):
-        return [0] * plan.depth
-    return [inputs for _, inputs in _counts(_order_of(plan))]
-
-
-def _order_of(plan: Plan) -> Plan:
-    """What of a plan matters to how many micro-batches are under way."""
-    keep = tuple(k if isinstance(k, str) else "all" for k in plan.keeps)
-    lanes = plan.lanes() if plan.cut else plan.one_copy()
-    return replace(lanes, stages=plan.depth, edges=None, keep=keep, why="")
-
-
-@lru_cache(maxsize=256)
-def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """For each stage the most stashes, and the most inputs without a stash, at once."""
-    order = build(plan)
-    found = []
-    for stage in range(plan.depth):
-        row = [a for a in order.ranks[plan.rank_of(stage, 0)] if a.stage == stage]
-        later = [a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row]
-        pairs = list(zip(row, later, strict=True))
-        stashes = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
-        inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)
-        found.append((max(stashes), max(inputs)))
-    return tuple(found)
+def unkept(plan: Plan, graph: Graph) -> Iterator[str]:
+    """The names of `keep` that are no block's and no module's."""
+    names = dict.fromkeys(n for keep in plan.keeps if not isinstance(keep, str) for n in keep)
+    known = {name for block in graph.blocks for name in around(block.name)}
+    yield from (_unknown(name, graph) for name in names if name not in known)
 
 
 def stages_by_name(

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from gems.graph import Graph
 from gems.grid import square
+from gems.keep import Keep
 from gems.plans import Plan
+from gems.schedule.build import BY_SAMPLE
 
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
@@ -30,6 +32,19 @@ def choices(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
                         choice.family + (", copies" if copies > 1 and ranks != copies else ""),
                         replace(choice.plan, data=copies),
                     )
+
+
+def recomputing(choice: Choice) -> Iterator[Choice]:
+    """The same with less kept for backward: inputs only, or the blocks that there is room for."""
+    plan, family = choice.plan, f"{choice.family}, recomputing"
+    if plan.depth > 1 and plan.schedule not in BY_SAMPLE:
+        yield Choice(family, replace(plan, keep=_inputs(plan)))
+    yield Choice(family, replace(plan, keep="auto"))
+
+
+def _inputs(plan: Plan) -> Keep:
+    """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
+    return (*("inputs",) * (plan.depth - 1), "all") if plan.schedule == "1f1b" else "inputs"
 
 
 def _divisors(n: int) -> list[int]:

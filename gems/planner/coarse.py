@@ -8,6 +8,7 @@ from dataclasses import replace
 from gems.costs import Costs, together
 from gems.graph import Block, Graph
 from gems.planner.cut import crossing_bytes
+from gems.plans import Plan
 
 
 def coarse(graph: Graph, costs: Costs, lumps: int) -> tuple[Graph, Costs]:
@@ -27,6 +28,22 @@ def coarse(graph: Graph, costs: Costs, lumps: int) -> tuple[Graph, Costs]:
         for run, cost in zip(runs, items, strict=True)
     )
     return replace(graph, blocks=blocks), replace(costs, items=tuple(kept))
+
+
+def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
+    """A plan for lumps as one for the graph that they are of: `keep` names all blocks of a lump."""
+    if lumps is graph or isinstance(plan.keep, str):
+        return plan
+    members: dict[str, list[str]] = {}
+    firsts, last = {block.name for block in lumps.blocks}, ""
+    for block in graph.blocks:
+        last = block.name if block.name in firsts else last
+        members.setdefault(last, []).append(block.name)
+    keep = tuple(
+        k if isinstance(k, str) else tuple(n for name in k for n in members[name])
+        for k in plan.keeps
+    )
+    return replace(plan, keep=keep)
 
 
 def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:

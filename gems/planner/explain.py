@@ -18,7 +18,22 @@ def describe(plan: Plan) -> str:
     stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
     cut = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
     ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
-    return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}"
+    keeps = f", keeps {kept(plan)}" if less(plan) else ""
+    return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}{keeps}"
+
+
+def less(plan: Plan) -> bool:
+    """Whether some stage does not keep all."""
+    return any(keep != "all" for keep in plan.keeps)
+
+
+def kept(plan: Plan) -> str:
+    """What stages keep for backward, in a few words."""
+    words = ["some blocks" if isinstance(keep, tuple) else keep for keep in plan.keeps]
+    found = dict.fromkeys(words)
+    if len(found) == 1:
+        return words[0]
+    return ", ".join(f"{word} on {words.count(word)}" for word in found)
 
 
 def _runs(words: list[str]) -> str:
@@ -56,12 +71,38 @@ def explain(found: Found, samples: int = 1) -> str:
         "out by what they need at least"
     )
     lines = [head, table(rows.values(), COLUMNS).rstrip()]
+    if best and less(best[0].plan):
+        lines.append(bought(found))
     lines += [
         f"not possible: {family}: {_first_line(why)}"
         for family, why in found.refused
         if family not in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def bought(found: Found) -> str:
+    """What the best plan gains by keeping less than all for backward."""
+    best = found.best
+    same = [c for c in (*found.fitting, *found.rest) if _twins(c.plan, best.plan)]
+    least = [p for p in found.pruned if _twins(p.plan, best.plan)]
+    text = f"recomputing: {size(best.bytes)} are enough"
+    if same:
+        text += f" where keeping all takes {size(same[0].bytes)}"
+        more = best.seconds / same[0].seconds - 1
+        return f"{text}, for {more:.0%} more time" if more > 0.005 else f"{text}, in the same time"
+    if least:
+        more = best.seconds / least[0].seconds - 1
+        text += f" where keeping all takes {size(least[0].bytes)} or more"
+        return f"{text}, for at most {max(more, 0):.0%} more time"
+    return text
+
+
+def _twins(plan: Plan, other: Plan) -> bool:
+    """Whether a plan is the other but for keeping all, and for where it is cut."""
+    fields = ("schedule", "depth", "micro_batches", "data", "teams", "grids", "bidirectional")
+    alike = all(getattr(plan, name) == getattr(other, name) for name in fields)
+    return alike and not less(plan)
 
 
 def limit(candidate: Candidate, memory: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -11,9 +11,11 @@ from gems.costs import Cost, Costs
 from gems.errors import PlanError
 from gems.graph import Graph
 from gems.machine import Machine
-from gems.planner.assign import kept, stages, written
-from gems.planner.candidates import Choice, choices
-from gems.planner.coarse import coarse
+from gems.planner.assign import stages, written
+from gems.planner.candidates import Choice, choices, recomputing
+from gems.planner.coarse import coarse, finer
+from gems.planner.room import fitted
+from gems.planner.underway import held, kept
 from gems.plans import Plan
 from gems.price import price
 from gems.schedule.build import build
@@ -115,8 +117,11 @@ def search(
 ) -> Found:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
-    If any plan that fits is `enough`, stop at the first. Without `prune`, none is left out.
+    What does not fit is tried again with less kept for backward, and so is everything where memory
+    is the objective. If any plan that fits is `enough`, stop at the first. Without `prune`, none is
+    left out.
     """
+    fine = graph
     graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks))
     fitting: list[Candidate] = []
     rest: list[Candidate] = []
@@ -124,22 +129,36 @@ def search(
     pruned: list[Pruned] = []
     by_time = wish.objective == "time"
     best, slack = inf, TIE if by_time else 1.0
-    for least_of, predict in _bounded(graph, costs, machine, wish, refused):
-        reached = least_of.seconds if by_time else least_of.bytes
-        hopeless = reached >= slack * best or least_of.bytes > wish.memory
-        if (prune and hopeless) or (enough and fitting):
-            pruned.append(least_of)
-            continue
-        try:
-            candidate = predict()
-        except PlanError as error:
-            refused.setdefault(least_of.family, str(error))
-            continue
-        if candidate.bytes <= wish.memory:
-            fitting.append(candidate)
-            best = min(best, candidate.seconds if by_time else candidate.bytes)
-        else:
-            rest.append(candidate)
+
+    def tried(options: Iterable[Choice]) -> list[Choice]:
+        """Look at these; gives those that need too much."""
+        nonlocal best
+        large = []
+        for choice, least_of, predict in _bounded(options, graph, costs, machine, wish, refused):
+            reached = least_of.seconds if by_time else least_of.bytes
+            hopeless = reached >= slack * best or least_of.bytes > wish.memory
+            if least_of.bytes > wish.memory:
+                large.append(choice)
+            if (prune and hopeless) or (enough and fitting):
+                pruned.append(least_of)
+                continue
+            try:
+                found = predict()
+            except PlanError as error:
+                refused.setdefault(least_of.family, str(error))
+                continue
+            candidate = replace(found, plan=finer(found.plan, fine, graph))
+            if candidate.bytes <= wish.memory:
+                fitting.append(candidate)
+                best = min(best, candidate.seconds if by_time else candidate.bytes)
+            else:
+                rest.append(candidate)
+                large.append(choice)
+        return large
+
+    options = list(choices(graph, wish.ranks, wish.micro_batches))
+    large = list(dict.fromkeys(tried(options)))
+    tried(less for choice in (large if by_time else options) for less in recomputing(choice))
     return Found(
         wish,
         tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
@@ -150,12 +169,17 @@ def search(
 
 
 def _bounded(
-    graph: Graph, costs: Costs, machine: Machine, wish: Wish, refused: dict[str, str]
-) -> Iterator[tuple[Pruned, Callable[[], Candidate]]]:
+    options: Iterable[Choice],
+    graph: Graph,
+    costs: Costs,
+    machine: Machine,
+    wish: Wish,
+    refused: dict[str, str],
+) -> Iterator[tuple[Choice, Pruned, Callable[[], Candidate]]]:
     """All candidates with the least that each could take, the most promising first."""
-    found: list[tuple[Pruned, Callable[[], Candidate]]] = []
+    found: list[tuple[Choice, Pruned, Callable[[], Candidate]]] = []
     cuts: dict[object, tuple[Plan, Costs]] = {}
-    for choice in choices(graph, wish.ranks, wish.micro_batches):
+    for choice in options:
         try:
             plan, staged = _cut(choice, graph, costs, machine, wish, cuts)
         except PlanError as error:
@@ -163,14 +187,14 @@ def _bounded(
             continue
         seconds, size = least(plan.one_copy(), staged), _least_bytes(plan, staged, wish)
         predict = _Predict(choice.family, plan, staged, machine, wish)
-        found.append((Pruned(choice.family, plan, seconds, size), predict))
+        found.append((choice, Pruned(choice.family, plan, seconds, size), predict))
     by_time = wish.objective == "time"
     # Greedy orders take long to find, so they come last among those that promise the same.
     yield from sorted(
         found,
-        key=lambda pair: (
-            pair[0].seconds if by_time else pair[0].bytes,
-            pair[0].plan.schedule == "auto",
+        key=lambda entry: (
+            entry[1].seconds if by_time else entry[1].bytes,
+            entry[1].plan.schedule == "auto",
         ),
     )
 
@@ -187,14 +211,17 @@ def _cut(
     plan = choice.plan
     for cap in (None, wish.memory):
         order = None if cap is None else (plan.schedule, plan.micro_batches, plan.placement)
-        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, cap, order)
+        if plan.keep == "auto":  # what is kept hangs on how many micro-batches are under way
+            order = (plan.schedule, plan.micro_batches, plan.placement)
+        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep, cap, order)
         if shape not in known:
             stage_of = stages(plan, graph, costs, cap)
             _refuse_whole(plan, graph, stage_of)
             given = written(plan, graph, stage_of)
+            given = fitted(given, graph, costs, stage_of, wish.memory, wish.state)
             known[shape] = (given, price(costs, graph, stage_of, given, machine))
         given, staged = known[shape]
-        cut = replace(plan, stages=given.stages, edges=given.edges)
+        cut = replace(plan, stages=given.stages, edges=given.edges, keep=given.keep)
         if cap is not None or _least_bytes(cut, staged, wish) <= wish.memory:
             return cut, staged
     raise AssertionError("the second cut is returned whatever it takes")
@@ -214,10 +241,15 @@ def _state(cost: Cost, wish: Wish) -> float:
 
 def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> float:
     """What the fullest rank needs for what its order keeps: of one stage, where it has several."""
-    keeps = kept(plan)
+    keeps, inputs = kept(plan), held(plan)
     most = 0.0
     for on in plan.stages_on[: plan.ranks]:
-        stash = max(keeps[s] / len(on) * staged[s].stash for s in on)
+        stash = max(
+            keeps[s] / len(on) * staged[s].stash
+            + staged[s].surge
+            + max(inputs[s] - 1, 0) * staged.received(s)
+            for s in on
+        )
         most = max(most, sum(_state(staged[s], wish) for s in on) + stash)
     return most
 

@@ -22,6 +22,7 @@ from gems.estimate import estimate
 from gems.files import from_json
 from gems.planner.assign import stages, written
 from gems.planner.explain import chosen, explain
+from gems.planner.room import fitted
 from gems.planner.search import Wish, search
 from gems.plans import Plan
 from gems.price import price
@@ -187,7 +188,8 @@ class Trainer:
                 f", but {self.transport.world} were started; start {plan.world}, or change the plan"
             )
         stage_of = stages(plan, traced.graph, blocks, self.memory)
-        self.plan = plan = written(plan, traced.graph, stage_of)
+        plan = written(plan, traced.graph, stage_of)
+        self.plan = plan = fitted(plan, traced.graph, blocks, stage_of, self._limit())
         self.costs = price(blocks, traced.graph, stage_of, plan, self.machine)
         if schedule is None:
             self.schedule = lowered(plan, self.costs, self._stash_limit())
@@ -262,6 +264,10 @@ class Trainer:
             log.info("%s", explain(found))
             return best.plan
         return from_json(Plan, Path(plan).read_text())
+
+    def _limit(self) -> float:
+        """Bytes per rank: those that were given, or the machine's."""
+        return self.machine.device.memory if self.memory is None else self.memory
 
     def _stash_limit(self) -> float | None:
         """What `memory` leaves for backward on the rank with most weights."""

@@ -1,0 +1,127 @@
+"""What stages may keep under a memory cap: `keep="auto"` written out by name.
+
+A stage that does not fit computes some of its blocks again. Those that take the fewest seconds per
+byte go first, until the rest fits. What is computed again is live once more in its turn, so long
+runs are broken where least is saved: with n blocks alike, about sqrt(n) runs need least.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from gems.costs import Costs
+from gems.graph import Graph
+from gems.keep import Kept
+from gems.planner.underway import kept
+from gems.plans import BIDIRECTIONAL, Plan
+from gems.recompute import again, footprint, kept_of
+
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # runs that all of a stage may be broken into
+
+
+def fitted(
+    plan: Plan,
+    graph: Graph,
+    costs: Costs,
+    stage_of: Sequence[int],
+    memory: float,
+    state: float = 2.0,
+) -> Plan:
+    """The plan with `auto` written out: as few seconds again as so many bytes per rank allow.
+
+    `state` is what the optimizer keeps, in units of the gradients. Where nothing fits, a stage gets
+    what needs least.
+    """
+    if "auto" not in plan.keeps:
+        return plan
+    blocks = [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(plan.depth)]
+    standing = [
+        graph.held(mine) + (1 + state) * graph.trained(mine) + _boundary(graph, mine)
+        for mine in blocks
+    ]
+    workspace = [max((costs[i].workspace for i in mine), default=0.0) for mine in blocks]
+    counts, keeps = kept(plan), list(plan.keeps)
+    for stage, keep in enumerate(plan.keeps):
+        if keep != "auto":
+            continue
+        on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
+        room = memory - sum(standing[s] for s in on) - max(workspace[s] for s in on)
+        share = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none
+        choice = _Stage(graph, costs, blocks[stage], counts[stage] / share)
+        keeps[stage] = choice.best(room / share * team)
+    return replace(plan, keep=tuple(keeps))
+
+
+def _boundary(graph: Graph, blocks: Sequence[int]) -> int:
+    """Bytes of what blocks are sent and send, once as they are and once as gradients."""
+    made = {n for i in blocks for n in graph.blocks[i].writes}
+    read = {n for i in blocks for n in graph.blocks[i].reads} - made
+    others = set(range(len(graph.blocks))) - set(blocks)
+    sent = made & {n for i in others for n in graph.blocks[i].reads}
+    return 2 * sum(graph.value[n].bytes for n in read | sent)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """The blocks of a stage, of which so many micro-batches are under way."""
+
+    graph: Graph
+    costs: Costs
+    blocks: list[int]
+    count: float
+
+    def best(self, room: float) -> Kept:
+        if self.needs(names := self._names(self.blocks)) <= room:
+            return "all"
+        found = []
+        for pieces in PIECES:
+            if pieces <= max(len(self.blocks) // 2, 1):
+                names = self._fewest(room, self._breaks(pieces))
+                needed = self.needs(names)
+                found.append((max(needed - room, 0.0), self.seconds(names), needed, names))
+        return min(found)[-1]
+
+    def needs(self, names: tuple[str, ...]) -> float:
+        """Bytes of all micro-batches under way, if these keep what they save."""
+        found = footprint(self.graph, self.blocks, self._kept(names))
+        return self.count * found.stash + found.surge
+
+    def seconds(self, names: tuple[str, ...]) -> float:
+        return again(self.costs, self.blocks, self._kept(names))
+
+    def _kept(self, names: tuple[str, ...]) -> set[int]:
+        return kept_of(names, self.graph, self.blocks) or set()
+
+    def _names(self, blocks: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.graph.blocks[i].name for i in blocks)
+
+    def _fewest(self, room: float, breaks: set[int]) -> tuple[str, ...]:
+        """All but as few as must be computed again, the cheapest per byte first."""
+        order = sorted((i for i in self.blocks if i not in breaks), key=self._price)
+
+        def left(count: int) -> tuple[str, ...]:
+            gone = set(order[:count])
+            return self._names([i for i in self.blocks if i not in gone])
+
+        counts = range(1, len(order) + 1)
+        least = bisect_left(counts, True, key=lambda n: self.needs(left(n)) <= room)
+        return left(counts[min(least, len(order) - 1)]) if order else self._names(self.blocks)
+
+    def _price(self, block: int) -> float:
+        """Seconds per byte; what saves nothing is no reason to end a run."""
+        saved = self.graph.stash([block])
+        return self.costs[block].f / saved if saved else 0.0
+
+    def _breaks(self, pieces: int) -> set[int]:
+        """Blocks that end runs of about even stash: near each place the one that saves least."""
+        stash = [self.graph.stash([i]) for i in self.blocks]
+        sums, found = list(accumulate(stash)), set()
+        reach = max(len(self.blocks) // (4 * pieces), 1)
+        for piece in range(1, pieces):
+            at = bisect_left(sums, sums[-1] * piece / pieces)
+            near = range(max(at - reach, 0), min(at + reach + 1, len(self.blocks)))
+            found.add(self.blocks[min(near, key=lambda k: (stash[k], abs(k - at)))])
+        return found
