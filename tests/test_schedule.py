@@ -44,7 +44,7 @@ def test_an_action_is_spelled_as_on_a_whiteboard(text: str) -> None:
     assert str(parse_action(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2F0>", "2F0@", "2R1", "2F0 "])
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2F0>", "2F0@", "2R1>0", "2F0 "])
 def test_what_is_no_action_is_refused_with_an_example_of_one(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not an action; write one like 2F0"):
         parse_action(text)

@@ -82,7 +82,7 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
-SPELLED = re.compile(r"(\d+)([FRBIW])(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
+SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
 
 
 def parse_action(text: str) -> Action:
