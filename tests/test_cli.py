@@ -257,6 +257,21 @@ def test_options_reach_the_network_by_flags_and_by_name(
     assert blocks_of(capsys, *cube, "--num-classes", "4")["head"] == "1x4"
 
 
+def test_a_network_that_looks_at_values_while_it_is_built_is_traced_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As MONAI's Swin does: its drop rates are items of a tensor, and on meta there are none."""
+    (tmp_path / "looking.py").write_text(
+        "import torch\n"
+        "def net(most):\n"
+        "    rates = [x.item() for x in torch.linspace(0, most, 2)]\n"
+        "    return torch.nn.Sequential(*(torch.nn.Dropout(rate) for rate in rates))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    blocks = blocks_of(capsys, "--model", "looking:net", "--model-option", "most=0.5")
+    assert list(blocks) == ["0", "1"]
+
+
 def test_options_reach_the_users_own_function(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", "torch.nn:Conv2d", "--image-size", "8", "--model-option", "in_channels=2"]
     own += ["--model-option", "out_channels=5", "--model-option", "kernel_size=(3, 1)"]
