@@ -1,4 +1,4 @@
-# make train   from nothing to a trained network, with a picture of its schedule
+# make train   from nothing to a network trained on real tissue, with a heat map and a report
 # make test    lint, types, tests and the wheel: all that CI runs
 #
 # Both make $(VENV) if it is absent and install the pinned versions; a second run installs nothing.
@@ -9,11 +9,13 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 
-# the main job
+# the main job: tiles of a slide, GEMS-MASTER over three stages of which the first is two tiles
 MODEL ?= resnet110-v2
-STAGES ?= 4
+TILE ?= 32
+STAGES ?= 3
+TILES ?= 2
 TIMES ?= 2
-STEPS ?= 40
+EPOCHS ?= 3
 BATCH ?= 4
 OUT ?= runs/train
 TRAIN_FLAGS ?=
@@ -35,8 +37,10 @@ help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
 
 train: $(RUN)
-	$(VENV)/bin/gems train --model $(MODEL) --split-size $(STAGES) --times $(TIMES) \
-		--app pictures --batch-size $(BATCH) --optimizer adam --learning-rate 0.003 --steps $(STEPS) --out $(OUT) $(TRAIN_FLAGS)
+	$(VENV)/bin/gems train --app medical --image-size $(TILE) --augment --num-workers 1 --heat-map \
+		--model $(MODEL) --split-size $(STAGES) --num-spatial-parts $(TILES) --times $(TIMES) \
+		--batch-size $(BATCH) --num-epochs $(EPOCHS) --optimizer adam --learning-rate 0.003 \
+		--out $(OUT) --overwrite $(TRAIN_FLAGS)
 
 test: check wheel
 
