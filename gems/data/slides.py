@@ -24,6 +24,7 @@ from gems.errors import GemsError, faults, note
 
 log = logging.getLogger(__name__)
 FOLDERS = "folders"
+MASKS = 4  # that stay open: pictures of them are decoded whole
 Said: TypeAlias = "str | dict[tuple[int, int], str]"  # the label of a slide, or of its tiles
 
 
@@ -78,31 +79,27 @@ class Slides:
         self._scale = {"mpp": mpp, "magnification": magnification, "level": level}
         self._tissue, self._coords = tissue, None if coords is None else Path(coords)
         self._rasters: Handles[Raster] = Handles(partial(open_raster, reader=reader))
-        self._masks: Handles[Mask] | None = None if masks is None else Handles(Mask)
-        self._folder = None if masks is None else Path(masks)
-        files = _files(path)
+        self._masks: Handles[Mask] | None = None if masks is None else Handles(Mask, MASKS)
+        self._folder = None if masks is None else Path(masks).absolute()
+        files = [f for f in _files(path) if self._folder not in f.parents]
         said, table = _labels(files, labels)
-        self._refuse(_lost(files, table), bad)
-        found, tagged = self._found([f for f in files if labels is None or f in said], said, bad)
-        tags = [tag for part in tagged for tag in part]
+        found = self._found([f for f in files if labels is None or f in said], said)
+        self.unreadable |= _lost(files, table)
+        self._report(bad)
+        if not found:
+            raise GemsError(
+                f"{path} has no tiles of {tile} pixels with {tissue:.0%} tissue or more"
+            )
+        tags = [tag for _, part in found for tag in part]
         values = table.values if table is not None else set(tags)
         self.names = numbered(values, None if names is None else tuple(names))
         self.classes = len(self.names)
-        self.tiles: tuple[Tiles, ...] = tuple(found)
-        self._slide = np.repeat(np.arange(len(found)), [len(t.coords) for t in found])
-        self._corner = np.concatenate([t.coords for t in found] or [np.empty((0, 2), np.int64)])
+        self.tiles = tuple(tiles for tiles, _ in found)
+        self._slide = np.repeat(np.arange(len(found)), [len(t.coords) for t in self.tiles])
+        self._corner = np.concatenate([t.coords for t in self.tiles])
         number = {name: i for i, name in enumerate(self.names)}
         self._label = np.array([number[t] for t in tags] or [-1] * len(self._slide), np.int64)
-        if not len(self._slide):
-            raise GemsError(
-                faults(
-                    f"{path} has no tiles of {tile} pixels with at least {tissue:.0%} tissue",
-                    (f"{p}: {why}" for p, why in self.unreadable.items()),
-                )
-            )
-        log.info(
-            "%d tiles of %d slides, %d unreadable", len(self), len(found), len(self.unreadable)
-        )
+        log.info("%d tiles of %d slides", len(self), len(found))
 
     def __len__(self) -> int:
         return len(self._slide)
@@ -166,23 +163,20 @@ class Slides:
         """The coordinates of each slide's tiles as HDF5, as CLAM writes them."""
         return [t.save(Path(folder) / f"{t.path.stem}.h5") for t in self.tiles]
 
-    def _found(
-        self, files: list[Path], said: dict[Path, Said], bad: str
-    ) -> tuple[list[Tiles], list[list[str]]]:
-        """The tiles of each slide that can be read and has any, and their labels."""
-        found, tagged = [], []
+    def _found(self, files: list[Path], said: dict[Path, Said]) -> list[tuple[Tiles, list[str]]]:
+        """The tiles of each slide that has any, and their labels; what cannot be read is noted."""
+        found = []
         for file in files:
             try:
                 tiles, tags = self._look(file, said.get(file))
             except GemsError as error:
-                self._refuse({file: str(error)}, bad, error)
+                self.unreadable[file] = str(error)
                 continue
             if len(tiles.coords):
-                found.append(tiles)
-                tagged.append(tags)
+                found.append((tiles, tags))
             else:
                 log.info("%s has no tiles with tissue enough", file)
-        return found, tagged
+        return found
 
     def _look(self, file: Path, label: Said | None) -> tuple[Tiles, list[str]]:
         raster = self._rasters.get(file)
@@ -201,14 +195,13 @@ class Slides:
         tags = list(label.values()) if isinstance(label, dict) else [label or ""] * len(coords)
         return Tiles(file, coords, self.tile, how), tags if label is not None else []
 
-    def _refuse(self, lost: dict[Path, str], bad: str, cause: Exception | None = None) -> None:
-        if lost and bad == "stop":
-            raise GemsError(
-                faults("slides cannot be read", (f"{p}: {why}" for p, why in lost.items()))
-            ) from cause
-        for path, why in lost.items():
+    def _report(self, bad: str) -> None:
+        """Stop, or say what is skipped."""
+        if self.unreadable and bad == "stop":
+            told = (f"{path}: {why}" for path, why in self.unreadable.items())
+            raise GemsError(faults("slides cannot be read", told))
+        for path, why in self.unreadable.items():
             log.warning("skipping %s: %s", path, why)
-        self.unreadable |= lost
 
 
 def _labels(files: list[Path], labels: str | Path | None) -> tuple[dict[Path, Said], Table | None]:

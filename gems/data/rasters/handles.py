@@ -22,13 +22,17 @@ class Handles(Generic[T]):
 
     def get(self, path: Path) -> T:
         with self._lock:
-            if path not in self._files:
-                self._files[path] = self._open(path)
+            if path in self._files:
+                self._files.move_to_end(path)
+                return self._files[path]
+        opened = self._open(path)  # outside the lock: others read on meanwhile
+        with self._lock:
+            opened = self._files.setdefault(path, opened)
             self._files.move_to_end(path)
             # One that leaves is closed when the last thread that still reads it lets go.
             while len(self._files) > self._most:
                 self._files.popitem(last=False)
-            return self._files[path]
+        return opened
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Handles, (self._open, self._most)
