@@ -270,8 +270,20 @@ def test_masks_lie_over_the_tiles(folder: Path, tmp_path: Path, kind: str) -> No
         assert got.dtype == np.int64 and np.array_equal(got, wanted)
         box = slice(11, 50), slice(3, 96)
         assert np.array_equal(source.target(index, box), wanted[box])
-    coarse = Slides(folder / "b.tif", 32, level=1, masks=tmp_path, names=names, tissue=0)
-    assert np.array_equal(coarse.target(0, whole((32, 32))), mask[1:64:2, 1:64:2])
+
+
+def test_a_coarse_tile_has_the_class_at_the_middle_of_each_pixel(
+    folder: Path, tmp_path: Path
+) -> None:
+    from PIL import Image
+
+    mask = np.random.default_rng(0).integers(0, 3, (512, 512), np.uint8)
+    Image.fromarray(mask).save(tmp_path / "b.png")
+    told = {"masks": tmp_path, "names": "abc", "tissue": 0}
+    half = Slides(folder / "b.tif", 32, level=1, **told)  # type: ignore[arg-type]
+    assert np.array_equal(half.target(9, whole((32, 32))), mask[65:128:2, 65:128:2])
+    third = Slides(folder / "b.tif", 32, mpp=1.5, **told)  # type: ignore[arg-type]
+    assert np.array_equal(third.target(0, whole((32, 32))), mask[1:96:3, 1:96:3])
 
 
 def test_a_mask_with_unknown_classes_or_none_at_all_is_refused(
@@ -304,7 +316,7 @@ def test_what_cannot_be_read_is_reported_and_skipped_or_stops(
     assert sum("skipping" in r.message for r in caplog.records) == 3
     with pytest.raises(GemsError, match=r"(?s)slides cannot be read.*cut\.tif.*text\.svs.*lost"):
         Slides(tmp_path, 64, labels=said, tissue=0, bad="stop")
-    with pytest.raises(GemsError, match="has no tiles"):
+    with pytest.raises(GemsError, match=r"(?s)has no tiles.*cut\.tif.*truncated"):
         Slides(tmp_path / "cut.tif", 64)
 
 

@@ -87,9 +87,8 @@ class Slides:
         self.unreadable |= _lost(files, table)
         self._report(bad)
         if not found:
-            raise GemsError(
-                f"{path} has no tiles of {tile} pixels with {tissue:.0%} tissue or more"
-            )
+            heading = f"{path} has no tiles of {tile} pixels with {tissue:.0%} tissue or more"
+            raise GemsError(faults(heading, _told(self.unreadable)))
         tags = [tag for _, part in found for tag in part]
         values = table.values if table is not None else set(tags)
         self.names = numbered(values, None if names is None else tuple(names))
@@ -198,10 +197,13 @@ class Slides:
     def _report(self, bad: str) -> None:
         """Stop, or say what is skipped."""
         if self.unreadable and bad == "stop":
-            told = (f"{path}: {why}" for path, why in self.unreadable.items())
-            raise GemsError(faults("slides cannot be read", told))
+            raise GemsError(faults("slides cannot be read", _told(self.unreadable)))
         for path, why in self.unreadable.items():
             log.warning("skipping %s: %s", path, why)
+
+
+def _told(unreadable: dict[Path, str]) -> list[str]:
+    return [f"{path}: {why}" for path, why in unreadable.items()]
 
 
 def _labels(files: list[Path], labels: str | Path | None) -> tuple[dict[Path, Said], Table | None]:
