@@ -17,7 +17,7 @@ from gems.graph import Graph
 from gems.keep import Kept
 from gems.planner.underway import kept
 from gems.plans import BIDIRECTIONAL, Plan
-from gems.recompute import again, footprint, kept_of
+from gems.recompute import again, footprint, kept_of, runs
 
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # runs that all of a stage may be broken into
 
@@ -82,7 +82,24 @@ class _Stage:
                 names = self._fewest(room, self._breaks(pieces))
                 needed = self.needs(names)
                 found.append((max(needed - room, 0.0), self.seconds(names), needed, names))
-        return min(found)[-1]
+        return self._refined(min(found)[-1], room)
+
+    def _refined(self, names: tuple[str, ...], room: float) -> tuple[str, ...]:
+        """With all kept after all that leaves enough room: whole runs first, the longest first."""
+        kept = self._kept(names)
+        apart = ([i] for i in self.blocks if i not in kept)
+        groups = [
+            *sorted(runs(self.blocks, kept), key=self._seconds, reverse=True),
+            *sorted(apart, key=self._seconds, reverse=True),
+        ]
+        for group in groups:
+            more = self._names([i for i in self.blocks if i in kept or i in group])
+            if self.needs(more) <= room:
+                names, kept = more, self._kept(more)
+        return names
+
+    def _seconds(self, blocks: list[int]) -> float:
+        return sum(self.costs[i].f for i in blocks)
 
     def needs(self, names: tuple[str, ...]) -> float:
         """Bytes of all micro-batches under way, if these keep what they save."""

@@ -159,19 +159,20 @@ def least(plan: Plan, costs: Costs) -> float:
     """No order is shorter: the busiest rank works off all its micro-batches, after the first has
     come to it, and before the gradient of the last has gone all the way back.
 
-    Under a cap of one sample, as in GEMS, a rank is taken while the sample is further on as well.
+    Under a cap of one sample, as in GEMS, a rank is taken while the sample is further on as well;
+    unless there is recomputation.
     """
+    again = [costs[s].f * plan.recomputes(s, 0) for s in range(plan.depth)]
     fill, drain = [0.0] * plan.depth, [0.0] * plan.depth
     for s in range(plan.depth):
         fill[s] = max((fill[q] + costs[q].f for q in plan.sources[s]), default=0.0)
         drain[s] = max((drain[q] + costs[q].i for q in plan.sources[s]), default=0.0)
     beyond = [0.0] * plan.depth
-    if plan.schedule in BIDIRECTIONAL:
+    if plan.schedule in BIDIRECTIONAL and not any(again):
         for s in reversed(range(plan.depth)):
             later = (beyond[q] + costs[q].f + costs[q].i for q in plan.sinks[s])
             beyond[s] = max(later, default=0.0)
     loads, begins, ends = ([value] * plan.ranks for value in (0.0, inf, inf))
-    again = [costs[s].f * plan.recomputes(s, 0) for s in range(plan.depth)]
     share, more = divmod(plan.micro_batches, plan.directions)
     for direction, row in enumerate(plan.teams[: plan.directions]):
         for s, team in enumerate(row):
