@@ -12,6 +12,7 @@ from typing import Any
 
 from gems.errors import GemsError, faults
 
+OF_ONE_RUN = ("checkpoint", "out")
 NOT_SAVED = {"help", "config", "resume", "overwrite"}  # they are about one start, not about the run
 
 
@@ -39,14 +40,27 @@ def expanded(
     path = first.parse_known_args(list(arguments))[0].config
     if path is None:
         return list(arguments)
-    values = read(path)
-    elsewhere = {name for other in others for name in other._option_string_actions}
-    mine = {
-        name: value
-        for name, value in values.items()
-        if _flag(name) in parser._option_string_actions or _flag(name) not in elsewhere
-    }
-    return [*written(mine, parser, str(path)), *arguments]
+    values, known = read(path), parser._option_string_actions
+    elsewhere = {name for other in others for name in other._option_string_actions} - set(known)
+    foreign = [name for name in values if _flag(name) in elsewhere]
+    # The file of another command's run says where that one began and what it wrote: not ours.
+    dropped = {*foreign, *(OF_ONE_RUN if foreign else ())}
+    mine = {name: value for name, value in values.items() if name not in dropped}
+    said = written(mine, parser, str(path))
+    return [*_without(said, arguments, parser), *arguments]
+
+
+def _without(
+    said: list[str], arguments: Sequence[str], parser: argparse.ArgumentParser
+) -> list[str]:
+    """Without `--model-option width=8` if the command line has another width: it wins."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags = [a.option_strings[0] for a in parser._actions if isinstance(a, argparse._AppendAction)]
+    for flag in flags:
+        first.add_argument(flag, action="append", default=[], dest=flag)
+    typed = vars(first.parse_known_args(list(arguments))[0])
+    again = {f"{flag}={text.partition('=')[0]}" for flag in flags for text in typed[flag]}
+    return [word for word in said if "=".join(word.split("=")[:2]) not in again]
 
 
 def _flag(name: object) -> str:
@@ -106,14 +120,21 @@ def _typed(flag: str, action: argparse.Action, value: Any) -> list[str]:
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise ValueError(f"{value!r} is neither true nor false")
-        return [flag if value else f"--no-{flag[2:]}"]
+        positive = action.option_strings[0]
+        return [positive if value != (flag == f"--no-{positive[2:]}") else f"--no-{positive[2:]}"]
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"{value!r} is neither true nor false")
         return [flag] if value else []
-    if isinstance(value, (list, tuple)):
-        if isinstance(action, argparse._AppendAction):
-            return [f"{flag}={one}" for one in value]
+    if isinstance(value, bool):
+        raise ValueError(f"it is no switch, so {value!r} says nothing; give a value")
+    if isinstance(action, argparse._AppendAction):
+        if isinstance(value, dict):
+            value = [f"{name}={one}" for name, one in value.items()]
+        return [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+    if isinstance(value, dict):
+        raise ValueError(f"{value!r} has names inside; give a value")
+    if isinstance(value, list):
         return [f"{flag}={','.join(map(str, value))}"]
     return [f"{flag}={value}"]
 

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 # The published scripts know the first three by number.
 APPS = {"1": "medical", "2": "cifar", "3": "synthetic"}
 TASKS = ("classify", "segment")
+# Options that only some kinds of data have a use for.
+SLIDES = ("medical",)
+APP_OPTIONS: dict[str, tuple[str, ...]] = {
+    "--datapath": ("medical", "cifar", "folders", "volumes"),
+    "--labels": ("medical", "volumes"),
+    "--masks": ("medical", "volumes"),
+    "--class-names": ("medical", "folders", "volumes"),
+    **dict.fromkeys(("--mpp", "--magnification", "--level", "--stride"), SLIDES),
+    **dict.fromkeys(("--tissue", "--bad-slides"), SLIDES),
+    "--samples": ("synthetic", "pictures"),
+    "--task": ("synthetic", "medical"),
+    "--held-out": ("medical", "synthetic", "folders", "volumes", "pictures"),
+}
 
 
 def app(text: str) -> str:
@@ -114,14 +127,19 @@ def source_from(given: argparse.Namespace) -> Source:
 
 def divided(given: argparse.Namespace) -> tuple[Source, Source]:
     """What to train on, and what to judge by."""
-    from gems.data.source import split
-
     if given.app == "cifar":
         from gems.data.cifar import Cifar10
 
         return source_from(given), Cifar10(_path(given), train=False, image_size=given.image_size)
+    return halves(given, source_from(given))
+
+
+def halves(given: argparse.Namespace, source: Source) -> tuple[Source, Source]:
+    """A source without what is held out, and that."""
+    from gems.data.source import split
+
     try:
-        return split(source_from(given), given.held_out, given.seed)
+        return split(source, given.held_out, given.seed)
     except ValueError as error:
         raise GemsError(f"--held-out {given.held_out}: {error}") from error
 

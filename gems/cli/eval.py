@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gems.cli.config import add_config
 from gems.cli.data import add_data
 from gems.cli.heat import add_heat, heat_maps, wanted
-from gems.cli.options import add_model, add_plan, micro_batch, plan_from
-from gems.cli.ranks import start
-from gems.cli.train import add_running
+from gems.cli.options import add_model, add_plan, micro_batch
+from gems.cli.train import add_running, planned
 from gems.errors import GemsError
 from gems.files import write
 from gems.plans import Plan
+
+if TYPE_CHECKING:
+    from gems.data.source import Source
 
 PARTS = ("held-out", "train", "all")
 
@@ -36,6 +37,7 @@ def add(commands: Any) -> None:
         help="judge a network, map slides",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add_config(parser)
     add_model(parser)
@@ -44,7 +46,11 @@ def add(commands: Any) -> None:
     add_running(parser)
     group = parser.add_argument_group("the evaluation")
     put = group.add_argument
-    put("--part", choices=PARTS, default="held-out", help="which samples (default held-out)")
+    put(
+        "--part",
+        choices=PARTS,
+        help="which samples (default held-out; all, if there are no labels to judge by)",
+    )
     put("--ignore-index", type=int, default=-100, metavar="N", help="class that does not count")
     put("--out", type=Path, default=Path("runs/eval"), metavar="DIR", help="default runs/eval")
     add_heat(parser, default=True)
@@ -52,26 +58,22 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    from gems.torch.launch import place
-
     if given.checkpoint is None:
         raise GemsError("gems eval wants --checkpoint: a run's folder, a checkpoint, or weights")
-    plan: Plan | str = "auto" if given.auto else plan_from(given)
-    world = given.auto if isinstance(plan, str) else plan.world
-    micro_batch(given)
-    if world > 1 and place() is None:
-        return start([sys.executable, "-m", "gems", *sys.argv[1:]], world)
+    plan, elsewhere = planned(given)
+    if elsewhere is not None:
+        return elsewhere
     _eval(given, plan)
     return 0
 
 
 def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
-    from gems.cli.data import divided, source_from
     from gems.cli.job import begin, trainer_from
+    from gems.cli.journal import plain
     from gems.cli.judge import predicted
     from gems.cli.options import fitted
 
-    source = source_from(given) if given.part == "all" else divided(given)[given.part == "held-out"]
+    source = part_of(given)
     fitted(given, source)
     trainer = trainer_from(given, plan, source)
     begin(trainer, chosen(given.checkpoint))
@@ -80,10 +82,28 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
     if trainer.rank == 0:
         for name, value in found.items():
             print(f"{name}, {len(source)} samples: {value:.4f}")
-        print(f"wrote {write(given.out / 'metrics.json', json.dumps(found, indent=1) + chr(10))}")
+        if found:
+            text = json.dumps(plain(found), indent=1) + "\n"
+            print(f"wrote {write(given.out / 'metrics.json', text)}")
+        elif not wanted(given, source):
+            raise GemsError(f"{given.datapath} has no labels, so there is nothing to judge by")
         if wanted(given, source) and probabilities is not None:
             heat_maps(given, source, probabilities)
     trainer.close()
+
+
+def part_of(given: argparse.Namespace) -> Source:
+    """The samples that are asked for."""
+    from gems.cli.data import divided, halves, source_from
+
+    if given.app == "cifar":
+        if given.part == "all":
+            raise GemsError("--part all: CIFAR-10 is --part train or held-out, its test files")
+        return divided(given)[given.part != "train"]
+    whole = source_from(given)
+    if given.part == "all" or (given.part is None and not whole.classes):
+        return whole
+    return halves(given, whole)[given.part != "train"]
 
 
 def chosen(path: Path) -> Path:

@@ -37,7 +37,8 @@ def heat_maps(given: argparse.Namespace, source: Source, probabilities: torch.Te
     from gems.data.heatmap import heat_map
     from gems.data.source import Subset
 
-    names = list(source.names) or [f"class {i}" for i in range(given.num_classes)]
+    names = list(source.names)
+    names += [f"class {i}" for i in range(len(names), given.num_classes)]
     shown = _shown(given.shown_class, names)
     whole: Any = source.source if isinstance(source, Subset) else source
     indices = source.indices if isinstance(source, Subset) else range(len(source))

@@ -13,10 +13,11 @@ import torch
 
 from gems.cli.data import divided, loader, source_from
 from gems.cli.heat import heat_maps, wanted
-from gems.cli.journal import Journal
+from gems.cli.journal import Journal, require_board
 from gems.cli.judge import HEADLINES, predicted
 from gems.cli.options import fitted, micro_batch, model_from
 from gems.cli.progress import Pace, bar
+from gems.cli.refuse import in_words
 from gems.cli.results import finish
 from gems.data.augment import Augment
 from gems.draw.units import size
@@ -27,7 +28,7 @@ from gems.timeline import Timeline
 from gems.torch.interrupt import Interrupt
 from gems.torch.learning import learning_rates, optimizer
 from gems.torch.losses import loss
-from gems.torch.manifest import latest
+from gems.torch.manifest import latest, remove_all
 from gems.torch.trainer import Step, Trainer
 from gems.torch.weight_files import read_weights
 
@@ -48,12 +49,18 @@ class Job:
         self.given, self.options = given, options
         self.epoch = self.within = 0
         self.best = -math.inf
+        self.noted = 0  # rows of the journal when the checkpoint was written
+        self.judged = 0  # after which step metrics were taken last
         self.timeline: Timeline | None = None  # of the last step
         self.checkpoints = given.out / "checkpoints"
         self.start = self._where_to_start()
         self.train, self.rest = divided(given)
         fitted(given, self.train)
         self.size = micro_batch(given) * (2 * given.auto if isinstance(plan, str) else plan.total)
+        if given.tensorboard:
+            require_board()
+        if not self.train.classes:
+            raise GemsError(f"{given.datapath} has no labels, so there is nothing to train for")
         augment = Augment() if given.augment else None
         self.batches = loader(given, self.train, self.size, shuffle=True, augment=augment)
         self.interrupt = Interrupt()
@@ -62,13 +69,7 @@ class Job:
             plan,
             self.train,
             loss=loss(given.loss, self._class_weights(), given.ignore_index),
-            optimizer=lambda parameters: optimizer(
-                given.optimizer,
-                parameters,
-                given.learning_rate,
-                weight_decay=given.weight_decay,
-                momentum=given.momentum,
-            ),
+            optimizer=self._optimizer,
             scheduler=self._scheduler,
             clip=given.clip,
             accumulate=given.accumulate,
@@ -112,6 +113,17 @@ class Job:
         wanted = self.given.steps * self.given.accumulate
         return min(most, wanted) if wanted else most
 
+    def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        given = self.given
+        with in_words():
+            return optimizer(
+                given.optimizer,
+                parameters,
+                given.learning_rate,
+                weight_decay=given.weight_decay,
+                momentum=given.momentum,
+            )
+
     def _scheduler(self, steered: torch.optim.Optimizer) -> Any:
         given, per_update = self.given, self.given.accumulate
         if given.learning_rate_schedule == "cosine":
@@ -119,33 +131,56 @@ class Job:
         else:
             every = given.decay_epochs * self.batches.steps // per_update
             options = {"factor": given.learning_rate_decay, "every": max(1, every)}
-        factor = learning_rates(given.learning_rate_schedule, warm_up=given.warm_up, **options)
+        with in_words():
+            factor = learning_rates(given.learning_rate_schedule, warm_up=given.warm_up, **options)
         return torch.optim.lr_scheduler.LambdaLR(steered, factor)
+
+    def _steer(self) -> None:
+        """A checkpoint brings the options of its optimizer; those of the command line hold."""
+        held, scheduler = self.trainer.optimizer, self.trainer.scheduler
+        assert held is not None and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+        fresh = self._optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+        for group in held.param_groups:
+            group.update({k: fresh[k] for k in ("weight_decay", "momentum") if k in fresh})
+            group["initial_lr"] = fresh["lr"]
+            group["lr"] = fresh["lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        scheduler.base_lrs = [fresh["lr"]] * len(held.param_groups)
 
     # --- the run --------------------------------------------------------------------------------
 
     def run(self) -> int:
         """To the end, or until somebody wants it stopped; gives the exit code."""
         begin(self.trainer, self.start, self._take_position)
+        if self.first and self.given.overwrite:  # or the old ones would be taken for the newest
+            remove_all(self.checkpoints)
         self.journal = Journal(
             self.given.out,
             writes=self.first,
             tensorboard=self.given.tensorboard,
+            keep=self.noted if self.start and self.start.parent == self.checkpoints else 0,
             after=self.trainer.steps,
         )
         if self.first:
             write(self.given.out / "config.yaml", self.options)
             write(self.given.out / "plan.json", to_json(self.trainer.plan))
         with self.interrupt, bar("training", self.steps, self.first, self.trainer.steps) as show:
-            stopped = self._train(show)
-        if stopped:
-            self._stop()
-            return self.interrupt.code
+            if self._train(show):
+                self._stop()  # in here: the signal may reach this rank last, while all are saving
+                return self.interrupt.code
         self._end()
         return 0
 
     def _take_position(self, extra: Any) -> None:
+        mine = {"seed": self.given.seed, "samples to train on": len(self.train)}
+        if wrong := [f"{k}: {extra[k]}, now {v}" for k, v in mine.items() if extra[k] != v]:
+            raise GemsError(
+                f"the checkpoint {self.start} is of a run with other data ({'; '.join(wrong)}), "
+                "and samples held out then would be trained on now; give the same options, or "
+                "begin with weights alone (see --export)"
+            )
+        self._steer()
         self.epoch, self.best = extra["epoch"], extra["best"]
+        self.noted, self.judged = extra["noted"], extra["judged"]
         self.within, rest = divmod(extra["samples"], self.size)
         if extra["samples"] == len(self.train):  # the last batch of an epoch may be smaller
             self.within = self.batches.steps
@@ -161,9 +196,10 @@ class Job:
         every = self.given.save_every * self.given.accumulate
         while self._unfinished():
             for images, targets in self.batches.epoch(self.epoch, start=self.within):
+                rate = self._rate
                 step = self.trainer.step(images, targets)
                 self.within += 1
-                self._note(step, show)
+                self._note(step, rate, show)
                 if step.interrupted:
                     return True
                 if every and self.trainer.steps % every == 0:
@@ -172,11 +208,14 @@ class Job:
                     break
             if self.within == self.batches.steps:
                 self.epoch, self.within = self.epoch + 1, 0
-            if over := not self._unfinished():
+            if (over := not self._unfinished()) and self.pace.steps:
                 self.timeline = self.trainer.timeline()
             self._judge()
-            if not every or (over and self.trainer.steps % every):
+            if not every or over:
                 self._save()
+        if self.judged != self.trainer.steps:  # the last checkpoint was written before the verdict
+            self._judge()
+            self._save()
         return False
 
     def _enough(self) -> bool:
@@ -187,9 +226,13 @@ class Job:
     def _unfinished(self) -> bool:
         return self.epoch < self.given.num_epochs and not self._enough()
 
-    def _note(self, step: Step, show: Any) -> None:
+    @property
+    def _rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.trainer.optimizer.param_groups[0]["lr"] if self.trainer.optimizer else 0.0
+
+    def _note(self, step: Step, rate: float, show: Any) -> None:
         self.pace.add(step.samples, step.seconds)
-        rate = self.trainer.optimizer.param_groups[0]["lr"] if self.trainer.optimizer else 0.0
         show(f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}")
         numbers = {"loss": step.loss, "learning_rate": rate, "images_per_second": self.pace.now}
         if step.norm is not None:
@@ -198,6 +241,7 @@ class Job:
 
     def _judge(self) -> None:
         """Metrics of the samples held out; the best so far is kept."""
+        self.judged = self.trainer.steps
         if not self.given.enable_evaluation:
             return
         found, _ = predicted(self.given, self.trainer, self.rest, self.size, self.first)
@@ -212,9 +256,21 @@ class Job:
         if self.given.save:
             self.trainer.save(
                 self.checkpoints / f"{stem}-{self.trainer.steps:06d}",
-                extra={"epoch": self.epoch, "samples": self._seen(), "best": self.best},
+                extra=self._position(),
                 keep=keep or self.given.keep_checkpoints,
             )
+
+    def _position(self) -> dict[str, Any]:
+        """Where this run is, besides the trainer's own state."""
+        return {
+            "epoch": self.epoch,
+            "samples": self._seen(),
+            "best": self.best,
+            "noted": len(self.journal.rows),
+            "judged": self.judged,
+            "seed": self.given.seed,
+            "samples to train on": len(self.train),
+        }
 
     def _seen(self) -> int:
         """Samples of the epoch under way."""

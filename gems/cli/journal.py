@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,21 @@ Row = dict[str, Any]
 class Journal:
     """The numbers of a run, in `metrics.jsonl` and `metrics.csv` of its folder; rank 0 writes.
 
-    A run that is resumed goes on from the step of its checkpoint: what was noted after it is
-    forgotten, so that the file is that of a run that was never interrupted.
+    A run that is resumed `keep`s the rows that were there when its checkpoint was written, after
+    step `after`, and forgets the rest: the file is that of a run that was never interrupted.
     """
 
-    def __init__(self, folder: Path, *, writes: bool, tensorboard: bool, after: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, writes: bool, tensorboard: bool, keep: int = 0, after: int = 0
+    ) -> None:
         self.path, self.table = folder / "metrics.jsonl", folder / "metrics.csv"
         self.writes = writes
         self.rows: list[Row] = []
         self._board: Any = None
         if not writes:
             return
-        if after and self.path.exists():
-            rows = (json.loads(line) for line in self.path.read_text().splitlines())
-            self.rows = [row for row in rows if row["step"] <= after]
+        if keep and self.path.exists():
+            self.rows = [_row(line) for line in self.path.read_text().splitlines()[:keep]]
         write(self.path, "".join(map(_line, self.rows)))
         if tensorboard:
             self._board = _board(folder / "tensorboard", after)
@@ -49,7 +51,8 @@ class Journal:
 
     def of(self, kind: str, name: str) -> list[tuple[float, float]]:
         """A curve: steps and values."""
-        return [(r["step"], r[name]) for r in self.rows if r["kind"] == kind and name in r]
+        rows = [row for row in self.rows if row["kind"] == kind]
+        return [(r["step"], r[name]) for r in rows if not math.isnan(r.get(name, math.nan))]
 
     def names(self, kind: str) -> list[str]:
         """What was noted of a kind, besides the step."""
@@ -71,14 +74,28 @@ class Journal:
 
 
 def _line(row: Row) -> str:
-    return json.dumps(row) + "\n"
+    return json.dumps(plain(row)) + "\n"
 
 
-def _board(folder: Path, after: int) -> Any:
+def plain(numbers: Row) -> Row:
+    """As JSON has it, which knows no nan: null, where a metric has nothing to say."""
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in numbers.items()}
+
+
+def _row(line: str) -> Row:
+    return {k: math.nan if v is None else v for k, v in json.loads(line).items()}
+
+
+def require_board() -> Any:
+    """What writes for TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise GemsError(
             "--tensorboard needs the package tensorboard: pip install tensorboard"
         ) from error
-    return SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+    return SummaryWriter
+
+
+def _board(folder: Path, after: int) -> Any:
+    return require_board()(str(folder), purge_step=after + 1 if after else None)

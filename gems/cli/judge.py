@@ -10,6 +10,7 @@ import torch
 
 from gems.cli.data import loader
 from gems.cli.progress import Pace, bar
+from gems.cli.refuse import in_words
 from gems.torch.metrics import Scores
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ UNLABELLED = -1
 
 def predicted(
     given: argparse.Namespace, trainer: Trainer, source: Source, size: int, shown: bool
-) -> tuple[dict[str, float], torch.Tensor | None]:
+) -> tuple[dict[str, float], torch.Tensor]:
     """Metrics of all samples of a source, in batches of `size`; the same on every rank.
 
-    And the probabilities of each sample's classes; of masks, that would be too much.
+    And the probabilities of each sample's classes, (samples, classes); of pixels, their mean.
     """
     scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
     pace, labelled = Pace(), 0
@@ -36,13 +37,20 @@ def predicted(
             start = perf_counter()
             output = trainer.predict(images)
             known = torch.as_tensor(targets[:])
+            likely.append(probabilities(output))
             if source.task == "classify":
-                likely.append(output.float().softmax(1))
                 output, known = output[known != UNLABELLED], known[known != UNLABELLED]
             labelled += len(known)
             if len(known):
-                scores.add(output, known)
+                with in_words():
+                    scores.add(output, known)
             pace.add(len(images), perf_counter() - start)
             show(f"{pace.now:.1f} images/s")
     found = scores.summary() if labelled else {}
-    return found, torch.cat(likely) if likely else None
+    return found, torch.cat(likely)
+
+
+def probabilities(output: torch.Tensor) -> torch.Tensor:
+    """Of each sample's classes, by scores (samples, classes, ...)."""
+    likely = output.float().softmax(1)
+    return likely.flatten(2).mean(2) if likely.dim() > 2 else likely

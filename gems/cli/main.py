@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (train, eval, plan, simulate, draw, check, trace, machine):
         command.add(commands)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    typed = tuple(arguments)
     try:
         if arguments and arguments[0] in ("train", "eval"):
             both = [commands.choices[name] for name in ("train", "eval")]
@@ -44,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return 0
-    logging.basicConfig(
-        level=logging.INFO if getattr(given, "verbose", False) else logging.WARNING,
-        format="%(message)s",
-    )
+    given.typed = typed  # what its ranks are started with
+    logging.basicConfig(format="%(message)s")
+    told = logging.INFO if getattr(given, "verbose", False) else logging.WARNING
+    logging.getLogger("gems").setLevel(told)
     try:
         return given.run(given)
     except BrokenPipeError:  # the reader, `head` say, has seen enough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="straight",
         help="stages straight over the ranks, or folded: there and back again",
     )
-    put("--bidirectional", action="store_true", help="a second replica in reverse (schedule auto)")
+    put(
+        "--bidirectional",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a second replica in reverse (schedule auto)",
+    )
     put(
         "--stashes",
         type=int,
@@ -152,8 +158,26 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
+def told(given: argparse.Namespace, add: Callable[[argparse.ArgumentParser], None]) -> list[str]:
+    """Flags of a group of options whose values are not the defaults."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add(parser)
+    usual = parser.parse_args([])
+    flags = {action.dest: action.option_strings[0] for action in reversed(parser._actions)}
+    return [
+        flag
+        for dest, flag in reversed(flags.items())
+        if getattr(given, dest, None) != getattr(usual, dest)
+    ]
+
+
 def plan_from(given: argparse.Namespace) -> Plan:
     if given.plan is not None:
+        extra = [flag for flag in told(given, add_plan) if flag not in ("--plan", "--parts")]
+        if extra:
+            raise PlanError(
+                f"--plan {given.plan} says all of the plan; leave out {', '.join(extra)}"
+            )
         return from_json(Plan, given.plan.read_text())
     schedule = given.schedule or ("gems" if given.times else "1f1b")
     return Plan(
@@ -179,9 +203,10 @@ def plan_from(given: argparse.Namespace) -> Plan:
 def _spatial(given: argparse.Namespace) -> tuple[str, ...]:
     """The grids of the spatial stages, as --spatial or the published options say them."""
     if given.spatial:
-        if given.num_spatial_parts or given.spatial_size:
+        if given.num_spatial_parts or given.spatial_size or given.slice_method != "square":
             raise PlanError(
-                "--spatial says the grids already; leave out --num-spatial-parts and --spatial-size"
+                "--spatial says the grids already; leave out --num-spatial-parts, --spatial-size "
+                "and --slice-method"
             )
         return tuple(given.spatial.split(","))
     if not given.num_spatial_parts:
@@ -189,6 +214,11 @@ def _spatial(given: argparse.Namespace) -> tuple[str, ...]:
             raise PlanError(
                 f"--spatial-size {given.spatial_size} wants --num-spatial-parts, e.g. 4: into how "
                 "many tiles are those stages cut?"
+            )
+        if given.slice_method != "square":
+            raise PlanError(
+                f"--slice-method {given.slice_method} wants --num-spatial-parts, e.g. 4: how many "
+                "tiles are there to lay out?"
             )
         return ()
     parts = given.num_spatial_parts.split(",")

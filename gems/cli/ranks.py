@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 # Training frees and takes the same memory all the time. glibc would hand it back to the kernel and
 # have every page cleared again; kept, a CPU rank is some per cent faster.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PATIENCE = 15.0  # seconds that ranks get to end by themselves once one has failed
 
 
@@ -34,11 +39,37 @@ def start(command: Sequence[str], world: int) -> int:
             environment.setdefault(name, value)
         processes.append(subprocess.Popen(command, env=environment))
     try:
-        return _watch(processes)
+        with _passing_on(processes):
+            code = _watch(processes)
+        return 128 - code if code < 0 else code  # as a shell says that a signal ended it
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Tell the ranks what this process is told, and wait: they save what they have, and end.
+
+    Ctrl-C reaches all processes of a terminal. Passed on as it is, ranks would take it for a second
+    one, which means at once; a second one here ends them all.
+    """
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, tell) for number in (PASSED_ON if main else ())}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _watch(processes: list[subprocess.Popen[bytes]]) -> int:

@@ -63,7 +63,8 @@ def _facts(job: Job) -> dict[str, str]:
 
 
 def _last(journal: Journal, name: str) -> str:
-    return f"{journal.of('eval', name)[-1][1]:.4f}"
+    found = journal.of("eval", name)
+    return f"{found[-1][1]:.4f}" if found else "nothing to say"
 
 
 def _charts(journal: Journal) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:

@@ -23,9 +23,12 @@ from gems.cli.data import add_data
 from gems.cli.heat import add_heat
 from gems.cli.options import add_machine, add_model, add_plan, micro_batch, plan_from
 from gems.cli.ranks import start
+from gems.cli.refuse import refuse
+from gems.errors import GemsError
 from gems.plans import Plan
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "radam")
+BACKENDS = ("gloo", "nccl", "mpi")
 PRECISIONS = {"fp_32": "fp32", "fp_16": "fp16", "bp_16": "bf16"}  # as the published scripts say
 
 
@@ -39,6 +42,7 @@ def add(commands: Any) -> None:
         help="train a network",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # so that --conf is not taken for --config after that was looked for
     )
     add_config(parser)
     add_model(parser)
@@ -77,7 +81,7 @@ def add_running(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="of the arithmetic, by autocast (default fp32); also fp_16 and bp_16",
     )
-    put("--backend", choices=("gloo", "nccl"), help="default: nccl with GPUs, else gloo")
+    put("--backend", choices=BACKENDS, help="default: nccl with GPUs, else gloo")
     put("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout")
     put(
         "--checkpoint",
@@ -85,7 +89,7 @@ def add_running(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="begin with this: a checkpoint of GEMS under any plan, or weights (.pt, .safetensors)",
     )
-    put("--verbose", action="store_true", help="tell more")
+    put("--verbose", action=argparse.BooleanOptionalAction, default=False, help="tell more")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +158,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="how many of the newest checkpoints stay, besides the best one (default 2)",
+        help="how many of the newest checkpoints stay, besides the best one (default 2; 0: all)",
     )
     put(
         "--save",
@@ -163,17 +167,34 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         help="write checkpoints at all (default)",
     )
     put("--export", type=Path, metavar="FILE", help="write the final weights: .pt or .safetensors")
-    put("--tensorboard", action="store_true", help="log for TensorBoard, too")
+    put(
+        "--tensorboard",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="log for TensorBoard, too",
+    )
 
 
 def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from gems.torch.launch import place
-
-    plan: Plan | str = "auto" if given.auto else plan_from(given)
-    world = given.auto if isinstance(plan, str) else plan.world
-    micro_batch(given)
-    if world > 1 and place() is None:
-        return start([sys.executable, "-m", "gems", *sys.argv[1:]], world)
+    plan, elsewhere = planned(given)
+    if elsewhere is not None:
+        return elsewhere
     from gems.cli.job import Job
 
     return Job(given, plan, effective(given, parser)).run()
+
+
+def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
+    """The plan, and the exit code if its ranks were started and have ended; None in a rank."""
+    from gems.torch.launch import place
+
+    refuse(given)
+    plan: Plan | str = "auto" if given.auto else plan_from(given)
+    world = given.auto if isinstance(plan, str) else plan.world
+    micro_batch(given)
+    here = place()
+    if world > 1 and here is None:
+        return plan, start([sys.executable, "-m", "gems", *given.typed], world)
+    if isinstance(plan, str) and world != (1 if here is None else here.world):
+        raise GemsError(f"--auto {world}, but {here.world if here else 1} ranks were started")
+    return plan, None

@@ -113,6 +113,7 @@ def connect(
     A process group that exists is used. `timeout` seconds are for a peer that is alive but silent;
     one that died is noticed at once. `patience` seconds are for one that has not come yet.
     """
+    usable(backend)
     if dist.is_initialized():
         return TorchDist(timeout)
     found = place()
@@ -126,6 +127,17 @@ def connect(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _meet(found, backend, timedelta(seconds=timeout), timedelta(seconds=patience))
     return TorchDist(timeout, owner=True)
+
+
+def usable(backend: str | None) -> None:
+    """Refuse a backend that cannot run here."""
+    if backend == "mpi":
+        raise GemsError(
+            "backend mpi: torch here has no MPI backend; gloo and nccl run under mpirun, too: "
+            "leave the backend out"
+        )
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise GemsError("backend nccl wants GPUs, and torch sees none here; use gloo")
 
 
 def _meet(at: Place, backend: str, timeout: timedelta, patience: timedelta) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import CheckpointError, faults
+from gems.torch.folders import remove
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -163,6 +164,12 @@ def latest(folder: str | Path) -> Path | None:
     """The complete checkpoint in a folder that is furthest in training; None if there is none."""
     found = [path for path in _inside(Path(folder)) if is_complete(path)]
     return max(found, key=lambda path: (read(path).step, number(path.name)), default=None)
+
+
+def remove_all(folder: Path) -> None:
+    """Away with all checkpoints in a folder, also those that are damaged."""
+    for path in _inside(folder):
+        remove(path)
 
 
 def beyond(path: Path, keep: int) -> list[Path]:

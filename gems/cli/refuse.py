@@ -1,0 +1,91 @@
+"""Options that cannot be done, or would be ignored: all are found before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gems.cli.data import APP_OPTIONS, add_data
+from gems.cli.options import add_plan, told
+from gems.errors import GemsError, faults
+
+LEAST = {
+    "accumulate": 1, "auto": 0, "batch_size": 1, "decay_epochs": 1, "image_size": 1,
+    "keep_checkpoints": 0, "num_classes": 1, "num_epochs": 1, "num_workers": 0, "parts": 1,
+    "samples": 1, "save_every": 0, "seed": 0, "steps": 0, "times": 0, "warm_up": 0,
+}  # fmt: skip
+WITH_AUTO = ("--parts",)  # which says into how many micro-batches --batch-size is cut
+
+
+def refuse(given: argparse.Namespace) -> None:
+    """Raise one error with all that is wrong with the options of `gems train` or `gems eval`."""
+    checks = (_small, _of_the_app, _with_auto, *TRAINING, *JUDGING)
+    if found := [fault for check in checks for fault in check(given)]:
+        raise GemsError(found[0] if len(found) == 1 else faults("these options are wrong:", found))
+    from gems.torch.launch import usable
+
+    usable(given.backend)
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """What the library says of bad values is what the command line says."""
+    try:
+        yield
+    except GemsError:
+        raise
+    except ValueError as error:
+        raise GemsError(str(error)) from error
+
+
+def _small(given: argparse.Namespace) -> Iterator[str]:
+    for name, least in LEAST.items():
+        value = getattr(given, name, None)
+        if value is not None and value < least:
+            yield f"--{name.replace('_', '-')} is {value}; give {least} or more"
+    clip = getattr(given, "clip", None)
+    if clip is not None and not clip > 0:
+        yield f"--clip is {clip}; give a norm above 0, or leave it out"
+
+
+def _of_the_app(given: argparse.Namespace) -> Iterator[str]:
+    for flag in told(given, add_data):
+        apps = APP_OPTIONS.get(flag)
+        if apps is not None and given.app not in apps:
+            yield f"{flag} is for --app {' or '.join(apps)}, not {given.app}; leave it out"
+
+
+def _with_auto(given: argparse.Namespace) -> Iterator[str]:
+    if given.auto and (extra := [f for f in told(given, add_plan) if f not in WITH_AUTO]):
+        yield f"--auto {given.auto} lets the planner choose; leave out {', '.join(extra)}"
+
+
+def _rates(given: argparse.Namespace) -> Iterator[str]:
+    cosine = getattr(given, "learning_rate_schedule", "step") == "cosine"
+    if cosine and given.learning_rate_decay != 1.0:
+        yield (
+            f"--learning-rate-decay {given.learning_rate_decay:g} belongs to "
+            "--learning-rate-schedule step; leave out one of them"
+        )
+
+
+def _folder(given: argparse.Namespace) -> Iterator[str]:
+    if getattr(given, "resume", False) and given.overwrite:
+        yield "--resume goes on and --overwrite starts over; give one of them"
+    if not getattr(given, "save", True) and given.save_every:
+        yield f"--save-every {given.save_every} and --no-save: give one of them"
+    if getattr(given, "export", None) is not None:
+        from gems.torch.weight_files import FORMATS
+
+        if given.export.suffix not in FORMATS:
+            yield f"--export {given.export}: the ending must be one of {', '.join(FORMATS)}"
+
+
+def _shown(given: argparse.Namespace) -> Iterator[str]:
+    if getattr(given, "shown_class", None) and not (given.heat_map and given.app == "medical"):
+        yield f"--shown-class {given.shown_class} is for heat maps, which --app medical has"
+
+
+TRAINING: tuple[Callable[[argparse.Namespace], Iterator[str]], ...] = (_rates, _folder)
+JUDGING: tuple[Callable[[argparse.Namespace], Iterator[str]], ...] = (_shown,)
