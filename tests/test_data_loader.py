@@ -174,6 +174,30 @@ def test_batches_can_be_kept_and_read_later() -> None:
     assert same([(np.asarray(x),) for x in kept], [(x,) for x, _ in contents(loader_of(6), 0)])
 
 
+def test_a_batch_outlives_its_loader() -> None:
+    expected = [np.asarray(x) for x, _ in loader_of(6).epoch()]
+    started, go = threading.Event(), threading.Event()
+
+    class Slow(Synthetic):
+        def read(self, index: int, box: Box) -> Image:
+            started.set()
+            assert go.wait(20)
+            return super().read(index, box)
+
+    loader = Loader(Slow(4, samples=6), 2, workers=1)
+    batches = loader.epoch()
+    images, _ = next(batches)
+    images.ask(range(2), ((0, 4), (0, 4)))  # the worker begins one; the other waits in line
+    assert started.wait(20)
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    until(lambda: any(future.cancelled() for future in images._ahead.values()))
+    go.set()
+    closing.join(20)
+    assert np.array_equal(np.asarray(images), expected[0])
+    batches.close()  # type: ignore[attr-defined]
+
+
 def loader_of(samples: int) -> Loader:
     return Loader(Synthetic(4, samples=samples), 2)
 

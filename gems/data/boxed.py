@@ -7,9 +7,10 @@ their turn comes. A rank of a later stage asks for nothing, and nothing is read 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,14 +74,16 @@ class Boxed:
 
     def ask(self, places: Sequence[int], image: tuple[tuple[int, int], ...]) -> None:
         """Have a box of some samples read by the pool, if there is one."""
-        if self._pool is None:
-            return
         with self._lock:
             for place in places:
-                if place < len(self) and (place, image) not in self._ahead:
-                    self._ahead[place, image] = self._pool.submit(
-                        self._read, self._indices[place], _slices(image)
-                    )
+                if self._pool is None or place >= len(self) or (place, image) in self._ahead:
+                    continue
+                try:
+                    future = self._pool.submit(self._read, self._indices[place], _slices(image))
+                except RuntimeError:  # the loader was closed: from now on, without it
+                    self._pool = None
+                else:
+                    self._ahead[place, image] = future
 
     def forget(self) -> None:
         """Let go of what was read ahead and never fetched. It can still be read."""
@@ -93,7 +96,8 @@ class Boxed:
         with self._lock:
             future = self._ahead.pop((place, image), None)
         if future is not None:
-            return future.result()
+            with contextlib.suppress(CancelledError):  # it was closed before this one's turn
+                return future.result()
         return self._read(self._indices[place], _slices(image))
 
     def _spans(self, key: tuple[Any, ...]) -> list[tuple[int, int]]:
