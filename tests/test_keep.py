@@ -186,6 +186,12 @@ def test_any_order_that_recomputes_is_proven_and_no_shorter_than_the_bound(
         assert found >= greedy.least(plan, costs) * (1 - 1e-9)
 
 
+def test_a_sample_that_keeps_all_on_a_rank_does_not_hold_up_those_that_recompute_there() -> None:
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 4, "schedule": "auto", "stashes": 1}
+    plan = Plan(**options, bidirectional=True, keep=("all", "inputs"))
+    assert check(build(plan), plan) == []
+
+
 @given(plans(), st.integers(1, 3), st.sampled_from(("inputs", "except-last")))
 def test_greedy_orders_stay_under_their_cap_and_end(plan: Plan, room: int, keep: str) -> None:
     # Of stages, a sample waits with 2 bytes each and takes 9 from recomputation on.
@@ -339,12 +345,19 @@ def keeping(draw: Any) -> Plan:
     return replace(plan, keep=tuple(draw(st.one_of(word, names)) for _ in range(plan.depth)))
 
 
+def known(plan: Plan, model: nn.Module) -> Plan:
+    """Without the names of layers that the model has under another name: it may share some."""
+    names = dict(model.named_modules())
+    keeps = (k if isinstance(k, str) else tuple(n for n in k if n in names) for k in plan.keeps)
+    return replace(plan, keep=tuple(keeps))
+
+
 @settings(max_examples=settings().max_examples // 4, report_multiple_bugs=False)
 @given(networks(list(LAYERS)), keeping(), sizes, st.booleans())
 def test_a_generated_model_that_keeps_less_trains_like_the_plain_one(
     model: Generated, plan: Plan, samples: list[int], extra: bool
 ) -> None:
-    data = some_data(samples, extra)
+    data, plan = some_data(samples, extra), known(plan, model)
     assert_equal(planned(model, data, plan, loss), plainly(model, data, plan.total, loss))
 
 
@@ -353,7 +366,7 @@ def test_a_generated_model_that_keeps_less_trains_like_the_plain_one(
 def test_what_runs_again_draws_the_same_random_numbers(
     model: Generated, plan: Plan, samples: list[int]
 ) -> None:
-    data = some_data(samples, False)
+    data, plan = some_data(samples, False), known(plan, model)
     assert_equal(planned(model, data, plan, loss), alone(model, data, plan.total, loss))
 
 
@@ -389,7 +402,7 @@ class Rough(nn.Module):
         self.head = nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.twice(self.stem(x)), inplace=True)
+        x = F.silu(self.twice(self.stem(x)), inplace=True)
         x = checkpoint(self.region, x, use_reentrant=False)
         x = self.twice(self.norm(x))
         self.count.mul_(1.25)
@@ -406,6 +419,27 @@ def test_what_a_forward_changes_is_changed_once(keep: Any) -> None:
     model, data = Rough().double(), batches((4, 3, 6, 6), 5, 2, torch.float64)
     plan = Plan(stages=2, micro_batches=2, schedule="zero-bubble", keep=keep)
     assert_equal(planned(model, data, plan), plainly(model, data, 2))
+
+
+@pytest.mark.parametrize("keep", ["inputs", (), ("0", "3", "7")])
+def test_weight_gradients_of_what_is_recomputed_can_be_put_off_too(keep: Any) -> None:
+    def work(transport: Local) -> None:
+        trainer = Trainer(
+            classifier(), F.cross_entropy, sgd, torch.empty(2, 3, 21, 19, dtype=torch.float64),
+            Plan(schedule="zero-bubble", keep=keep), transport=transport,
+        )  # fmt: skip
+        adapter = trainer.adapter
+        adapter.begin(split(*labelled(2, 1)[0], 1), 0, training=True)
+        adapter.forward(0, 0, {})
+        if keep == "inputs":
+            adapter.recompute(0, 0)
+        weights = [m.weight for m in trainer.model if isinstance(m, (nn.Conv2d, nn.Linear))]
+        adapter.backward(0, 0, [], whole=False)
+        assert all(w.grad is None for w in weights)
+        adapter.weight(0, 0)
+        assert all(w.grad is not None for w in weights)
+
+    run(1, work)
 
 
 @pytest.mark.parametrize("keep", ["inputs", (), ("1",)])

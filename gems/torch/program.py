@@ -150,23 +150,12 @@ class _Writer:
         self.function(name, inputs, run, wanted, "", "run")
         self.above, self.lines = self.above + self.lines, stage
         changed = {n for call in run for n in call.overwrites}
-        reached = self._reached(run, wanted)
         self.recomputed[name] = (
-            tuple(n in reached for n in inputs),
             tuple(n in changed for n in inputs),
             tuple(self.record.values[n].grad for n in wanted),
             touched(run, self.model),
         )
         self._invoke(f"_again({self._listed(f'_{name}', inputs)})", wanted, indent)
-
-    def _reached(self, run: Sequence[Call], wanted: Iterable[str]) -> set[str]:
-        """The values that a gradient of the wanted ones may lead to."""
-        found = {n for n in wanted if self.record.values[n].grad}
-        for call in reversed(run):
-            if any(n in found for n in call.writes):
-                found.update(n for n in call.reads if self.record.values[n].grad)
-                found.update(old for old, _ in call.mutates)
-        return found
 
     def _listed(self, name: str, inputs: Sequence[str]) -> str:
         return ", ".join((name, *map(self.var, inputs)))

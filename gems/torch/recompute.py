@@ -33,7 +33,6 @@ class Run:
     """A run of calls as a function, and what is known about its inputs and outputs."""
 
     function: Callable[..., tuple[Tensor, ...]]
-    through: tuple[bool, ...]  # inputs that a gradient of the outputs may lead to
     mutated: tuple[bool, ...]  # inputs that it changes in place: it gets copies of them
     differentiable: tuple[bool, ...]  # outputs that a gradient comes back for
     buffers: Sequence[Buffer]  # that it changes
@@ -47,10 +46,7 @@ class Again:
 
     def __call__(self, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
         anchor = torch.empty(0, requires_grad=True)  # weights may want a gradient if no input does
-        # Without a way back there must be none to autograd either: it would hand on no gradient,
-        # and what made that input would find one, of nothing.
-        given = (x if t else x.detach() for x, t in zip(inputs, run.through, strict=True))
-        return _Again.apply(anchor, run, self, *given)  # type: ignore[no-any-return]
+        return _Again.apply(anchor, run, self, *inputs)  # type: ignore[no-any-return]
 
 
 class _Again(torch.autograd.Function):
