@@ -290,7 +290,7 @@ def model_from(given: argparse.Namespace) -> Any:
     """The network that was asked for, with ordinary random weights."""
     more = model_options(given)
     if ":" in given.model:
-        return _own(given.model, more)
+        return _own(given, more)
     from gems import models
 
     name = _name(given)
@@ -369,9 +369,14 @@ def _name(given: argparse.Namespace) -> str:
     return given.model if "/" in given.model else given.model.replace("-", "_")
 
 
-def _own(name: str, options: dict[str, Any]) -> Any:
+def _own(given: argparse.Namespace, options: dict[str, Any]) -> Any:
     import importlib
     import sys
+
+    name = given.model
+    for flag, value in (("--num-layers", given.num_layers), ("--num-filters", given.num_filters)):
+        if value is not None:
+            raise PlanError(f"{flag} is for networks by name; give {name} a --model-option")
 
     sys.path.insert(0, "")
     module, _, attribute = name.partition(":")
@@ -379,24 +384,31 @@ def _own(name: str, options: dict[str, Any]) -> Any:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise GemsError(f"--model {name}: {error}; write package.module:function") from error
-    _refuse_arguments(name, function, options)
-    return function(**options)
+    return function(**_arguments(name, function, options, given.num_classes))
 
 
-def _refuse_arguments(name: str, function: Any, options: dict[str, Any]) -> None:
-    """Before the call, so that an error inside the user's function stays what it is."""
+def _arguments(
+    name: str, function: Any, options: dict[str, Any], classes: int | None
+) -> dict[str, Any]:
+    """Those of the user's function, with `num_classes` if it takes one and they are known.
+
+    Wrong ones are found before the call, so that an error inside of it stays what it is.
+    """
     import inspect
 
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C, or no function: the call itself will tell
-        return
+        return options
+    if classes is not None and "num_classes" in signature.parameters:
+        options = {"num_classes": classes} | options
     try:
         signature.bind(**options)
     except TypeError as error:
         raise GemsError(
             f"--model {name}{signature}: {error}; its arguments are given by --model-option"
         ) from error
+    return options
 
 
 def image_shape(given: argparse.Namespace) -> tuple[int, ...]:
