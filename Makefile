@@ -62,8 +62,9 @@ format: $(DEV)
 types: $(DEV)
 	$(PY) -m pyright --pythonpath $(PY)
 
+# Two tests at a time: many of them start ranks of their own.
 unit: $(DEV)
-	$(PY) -m pytest $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
 
 # Chromium, in which tests/test_page.py tries the page of gems draw. Where it is absent and cannot be
 # installed, those tests are skipped and say so.
