@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gems.cli import eval as judging
 from gems.cli import train as training
 from gems.cli.main import main
+from gems.cli.ranks import free_port
+from tests import worlds
 
 # 9 samples to train on and 3 held out: three steps of a network that has 200 weights.
 NOISE = ["--app", "synthetic", "--samples", "12", "--num-classes", "2", "--image-size", "8"]
@@ -76,3 +83,53 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def parsed(*options: object, command: str = "train") -> argparse.Namespace:
     return parser_of(command).parse_args([*map(str, options)])
+
+
+class Ranks:
+    """`gems` as real processes over gloo, forked from a server that has torch loaded already."""
+
+    def __init__(self, world: int, words: Sequence[object]) -> None:
+        text, port = [*map(str, words)], free_port()
+        self.processes = [
+            worlds.fork.Process(target=_rank, args=(rank, world, port, text))
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def tell(self, rank: int, number: signal.Signals) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes, once all have ended; None of one that does not."""
+        for process in self.processes:
+            process.join(worlds.SECONDS)
+        return [process.exitcode for process in self.processes]
+
+
+def on_ranks(world: int, *words: object) -> list[int | None]:
+    with Ranks(world, words) as ranks:
+        return ranks.codes()
+
+
+def _rank(rank: int, world: int, port: int, words: list[str]) -> None:
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    sys.stdout.flush()
+    os._exit(main(words))

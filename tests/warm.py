@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
+import gems.cli.job
+import gems.cli.main
 from gems.torch.trace import trace
 
 torch.set_num_threads(1)
-trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.empty(2, 3, 8, 8))
+net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+trace(net, torch.empty(2, 3, 8, 8))
+torch.optim.SGD(net.parameters()).zero_grad()  # loads the compiler

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from gems.transport.torchdist import TorchDist
 
 SECONDS = 60.0
-_fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(["tests.exact", "tests.worlds", "tests.warm"])
+fork = multiprocessing.get_context("forkserver")
+fork.set_forkserver_preload(["tests.exact", "tests.worlds", "tests.warm"])
 
 
 def spawn(size: int, work: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
     """`work(transport, *args)` on `size` processes: what each gave. `work` must be importable."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_fork.Pipe(duplex=False) for _ in range(size)]
+        pipes = [fork.Pipe(duplex=False) for _ in range(size)]
         ranks = [
-            _fork.Process(target=_rank, args=(rank, size, folder, pipes[rank][1], work, args))
+            fork.Process(target=_rank, args=(rank, size, folder, pipes[rank][1], work, args))
             for rank in range(size)
         ]
         for process, (_, end) in zip(ranks, pipes, strict=True):

@@ -23,7 +23,7 @@ PATIENCE = 15.0  # seconds that ranks get to end by themselves once one has fail
 
 def start(command: Sequence[str], world: int) -> int:
     """Run `command` once per rank; 0 if all succeed, else the first failing rank's exit code."""
-    port = str(_free_port())
+    port = str(free_port())
     threads = str(max(1, (os.cpu_count() or 1) // world))
     processes = []
     for rank in range(world):
@@ -89,7 +89,7 @@ def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
     return failed or next((code for code in codes if code), 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
