@@ -6,8 +6,6 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
-import gems.cli.job
-import gems.cli.main
 from gems.torch.trace import trace
 
 torch.set_num_threads(1)
