@@ -6,6 +6,8 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
+import gems.cli.job  # noqa: F401
+import gems.cli.main  # noqa: F401
 from gems.torch.trace import trace
 
 torch.set_num_threads(1)
