@@ -6,7 +6,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
-import gems.cli.job  # noqa: F401
+import gems.cli.job
 import gems.cli.main  # noqa: F401
 from gems.torch.trace import trace
 
