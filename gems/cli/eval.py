@@ -85,9 +85,9 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
         if found:
             text = json.dumps(plain(found), indent=1) + "\n"
             print(f"wrote {write(given.out / 'metrics.json', text)}")
-        elif not wanted(given, source):
+        elif not wanted(given):
             raise GemsError(f"{given.datapath} has no labels, so there is nothing to judge by")
-        if wanted(given, source) and probabilities is not None:
+        if wanted(given):
             heat_maps(given, source, probabilities)
     trainer.close()
 

@@ -28,8 +28,8 @@ def add_heat(parser: argparse.ArgumentParser, default: bool) -> None:
     )
 
 
-def wanted(given: argparse.Namespace, source: Source) -> bool:
-    return given.app == "medical" and given.heat_map and source.task == "classify"
+def wanted(given: argparse.Namespace) -> bool:
+    return given.app == "medical" and given.heat_map
 
 
 def heat_maps(given: argparse.Namespace, source: Source, probabilities: torch.Tensor) -> list[Path]:

@@ -295,11 +295,11 @@ class Job:
 
     def _maps(self) -> list[Path]:
         """Heat maps of the slides, with all their tiles."""
-        source = source_from(self.given) if wanted(self.given, self.train) else None
-        if source is None:
+        if not wanted(self.given):
             return []
+        source = source_from(self.given)
         _, likely = predicted(self.given, self.trainer, source, self.size, self.first)
-        return heat_maps(self.given, source, likely) if self.first and likely is not None else []
+        return heat_maps(self.given, source, likely) if self.first else []
 
 
 def trainer_from(
