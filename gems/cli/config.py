@@ -12,7 +12,7 @@ from typing import Any
 
 from gems.errors import GemsError, faults
 
-OF_ONE_RUN = ("checkpoint", "out")
+OF_ONE_RUN = ("checkpoint", "out", "heat-map")
 NOT_SAVED = {"help", "config", "resume", "overwrite"}  # they are about one start, not about the run
 
 
