@@ -56,7 +56,10 @@ class Block:
 
     If the image is cut, `strips` are the bytes that go over a cut across each spatial dim, both
     ways together, in `exchanges`, and `sums` those that every rank adds up with every other, in
-    `totals`; `whole` says that the block cannot be cut. Empty and 0 where nobody has looked.
+    `totals`; `whole` says that the block cannot be cut. `reach` is what it reads around its outputs
+    along each spatial dim, both sides together, as a part of the image; `streams` says that the
+    image may run in parts, one after the other, to the end of this block. Empty and 0 where nobody
+    has looked.
     """
 
     name: str
@@ -74,6 +77,8 @@ class Block:
     sums: int = 0
     totals: int = 0
     whole: bool = False
+    reach: tuple[float, ...] = ()
+    streams: bool = False
 
 
 @dataclass(frozen=True)

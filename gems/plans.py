@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from gems.errors import PlanError, faults
 from gems.grid import Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
 from gems.keep import Keep, Kept, by_stage, keep_faults, keep_of
+from gems.stream import stream_faults
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "auto")
 BIDIRECTIONAL = ("gems", "gems-zb")
@@ -56,6 +57,8 @@ class Plan:
                    as it is complete, beside other work; or `late`, after all work
     keep           what stages keep for backward: `all`, `inputs` (the rest is computed again),
                    `except-last`, `auto`, or names of modules; for all stages, or one for each
+    stream         the blocks that each of the first stages runs one after the other, on one rank,
+                   keeping only its inputs: written like `spatial`
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
@@ -76,6 +79,7 @@ class Plan:
     fused_layers: int = 0
     sums: str = "early"
     keep: Keep = "all"
+    stream: Spatial = ()
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +94,7 @@ class Plan:
             put("edges", tuple(tuple(edge) for edge in self.edges))
         put("spatial", tiles_of(self.spatial))
         put("keep", keep_of(self.keep))
+        put("stream", tiles_of(self.stream))
         if self.bidirectional is None:
             put("bidirectional", self.schedule in BIDIRECTIONAL)
         if not self.ranks:
@@ -132,6 +137,7 @@ class Plan:
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
         yield from keep_faults(self.keep, self.depth)
+        yield from stream_faults(tiles_of(self.stream), self.grids, self.keep)
         yield from self._placement_faults()
         yield from self._balance_faults()
         for a, b in self.edges or ():
@@ -234,8 +240,17 @@ class Plan:
         """For each stage a word, or the names of the blocks that keep what they save."""
         return by_stage(self.keep, self.depth)
 
+    @cached_property
+    def streams(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the grid of blocks that it runs one after the other; () for most."""
+        streamed = tiles_of(self.stream)
+        return streamed + ((),) * (self.depth - len(streamed))
+
     def recomputes(self, stage: int, micro_batch: int) -> bool:
-        """Whether a stage's forward runs again, as an action of its own, before backward."""
+        """Whether a stage's forward runs again, as an action of its own, before backward. One that
+        streams runs again, too, but block by block inside backward."""
+        if self.streams[stage]:
+            return False
         keep = self.keeps[stage]
         last = micro_batch % self.micro_batches == self.micro_batches - 1
         return keep == "inputs" or (keep == "except-last" and not last)

@@ -10,6 +10,7 @@ from gems.costs import Cost, Costs, of_stages, together
 from gems.graph import Block, Graph
 from gems.grid import Grid
 from gems.machine import Link, Machine
+from gems.overlap import streamed
 from gems.plans import Plan
 from gems.recompute import kept_of, recomputing
 
@@ -27,6 +28,8 @@ def price(
             cost = _cut(uncut, [(graph.blocks[i], blocks[i]) for i in mine], graph, grid, link)
         if (kept := kept_of(plan.keeps[stage], graph, mine)) is not None:
             cost = recomputing(cost, uncut, graph, blocks, mine, kept)
+        if plan.streams[stage]:
+            cost = streamed(uncut, graph, blocks, mine, plan.streams[stage])
         items.append(cost)
     return replace(whole, items=tuple(items), teams=plan.sizes)
 

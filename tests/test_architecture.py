@@ -28,8 +28,9 @@ TOWER = (
     ("timeline",),
     ("schedule",),
     ("price",),
-    ("recompute",),
+    ("recompute", "overlap"),
     ("plans", "costs"),
+    ("stream",),
     ("graph", "layout"),
     ("geometry", "grid", "windows", "machine", "keep"),
     ("files",),
@@ -44,7 +45,7 @@ VISITORS = {"__main__", "cli", DOOR}
 # These load no framework. The command line shows its help without one, too.
 PURE = {
     *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
-    *("costs", "plans", "keep", "recompute"),
+    *("costs", "plans", "keep", "recompute", "stream", "overlap"),
     *("schedule", "timeline", "estimate", "live", "price", "simulation", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}

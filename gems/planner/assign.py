@@ -52,9 +52,10 @@ def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) 
         return _by_count(graph, plan.balance)
     keeps = kept(plan) if memory is not None or plan.balance == "memory" else None
     spatial = sum(bool(grid.tiles and grid.size > 1) for grid in plan.grids)
+    streamed = len(plan.stream) if isinstance(plan.stream, tuple) else 0
     return by_weight(
         graph, costs, plan.depth, plan.balance, plan.sizes,
-        spatial=spatial, keeps=keeps, cap=memory,
+        spatial=spatial, streamed=streamed, keeps=keeps, cap=memory,
     )  # fmt: skip
 
 

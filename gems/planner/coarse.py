@@ -58,7 +58,10 @@ def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:
         filled = [filled[0] + seconds[i], filled[1] + stash[i]]
         near = crossing[max(i - 2, 0) : i + 4]  # the ends of blocks around this one
         last = i + 1 == len(graph.blocks)
-        turns = not last and graph.blocks[i].whole != graph.blocks[i + 1].whole
+        turns = not last and any(
+            getattr(graph.blocks[i], way) != getattr(graph.blocks[i + 1], way)
+            for way in ("whole", "streams")
+        )
         good = crossing[i + 1] <= min(near) and any(
             a >= b for a, b in zip(filled, most, strict=True)
         )
@@ -83,6 +86,7 @@ def _needed(graph: Graph, runs: Sequence[range]) -> set[str]:
 def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
     made = {name for b in blocks for name in b.writes}
     strips = zip(*(b.strips for b in blocks), strict=False)
+    reach = zip(*(b.reach for b in blocks), strict=False)
     writes = [name for b in blocks for name in b.writes if name in needed]
     return Block(
         name=blocks[0].name,
@@ -100,4 +104,6 @@ def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
         exchanges=sum(b.exchanges for b in blocks),
         totals=sum(b.totals for b in blocks),
         whole=blocks[0].whole,
+        reach=tuple(map(sum, reach)),
+        streams=blocks[-1].streams,
     )

@@ -197,20 +197,25 @@ def by_weight(
     speeds: Sequence[int] | None = None,
     *,
     spatial: int = 0,
+    streamed: int = 0,
     keeps: Sequence[float] | None = None,
     cap: float | None = None,
 ) -> list[int]:
     """The stage of every block, with even `time` or `memory` on the ranks of all stages.
 
     `speeds` says how many ranks run each stage together. The first `spatial` stages end before the
-    first block that cannot be cut, if they can. If a stage keeps `keeps[s]` micro-batches for
-    backward, and must do with `cap` bytes, time is evened out under that.
+    first block that cannot be cut, if they can; the first `streamed` ones right before the first
+    block that parts of the image cannot pass one after the other. If a stage keeps `keeps[s]`
+    micro-batches for backward, and must do with `cap` bytes, time is evened out under that.
     """
     whole = next((i for i, b in enumerate(graph.blocks) if b.whole), len(graph.blocks))
     stage_of = _even(graph, costs, range(len(graph.blocks)), parts, what, speeds, keeps, cap)
-    if not spatial or all(stage >= spatial for stage in stage_of[whole:]):
+    if streamed:
+        spatial = streamed
+        whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), len(graph.blocks))
+    elif not spatial or all(stage >= spatial for stage in stage_of[whole:]):
         return stage_of
-    if whole < spatial or parts == spatial:
+    if whole < spatial or parts == spatial or len(graph.blocks) - whole < parts - spatial:
         return stage_of  # who cuts the stages refuses it, and knows why
     sizes = list(speeds or (1,) * parts)
     kept = list(keeps or (1.0,) * parts)

@@ -34,6 +34,7 @@ from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.rule import Notes
 from gems.torch.spatial.stage import Bound
 from gems.torch.spatial.stash import Slabs
+from gems.torch.stream import Stream
 from gems.torch.trace import Trace, trace
 from gems.torch.weights import Ownership
 from gems.transport.core import Transport
@@ -192,7 +193,25 @@ class TorchAdapter:
             return None
         return cut.bind(stage, team, self.rank, self.transport)
 
-    def program(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Program:
+    def stream(self, cut: Cut, stage: int) -> Stream:
+        """A stage that runs one block after the other."""
+        if stage not in cut.streams:
+            cut.streams[stage] = Stream(
+                cut.trace.record,
+                self.model,
+                cut.calls(stage),
+                cut.sent(stage),
+                cut.streamed[stage],
+                self.draws,
+                device=self.device,
+                weights=self.weight_storages,
+                around=self._autocast,
+            )
+        return cut.streams[stage]
+
+    def program(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Program | Stream:
+        if stage in cut.streamed:
+            return self.stream(cut, stage)
         bound = self.bound(cut, stage, team)
         key = (stage,) if bound is None else (stage, *team)
         if key not in cut.programs:
@@ -231,7 +250,8 @@ class TorchAdapter:
         self, stage: int, micro_batch: int, received: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         i, cut = micro_batch, self.of[micro_batch]
-        put_off = self.training and (stage, i) in self.put_off
+        streams = stage in cut.streamed  # weights and all, block by block: nothing is put off
+        put_off = self.training and (stage, i) in self.put_off and not streams
         kept = Kept({}, None, {}, (), [] if put_off else None, {})
         later = self.training and self.plan.recomputes(stage, i)
         if later:
@@ -282,7 +302,16 @@ class TorchAdapter:
                 n: get_gradient_edge(t) for n, t in results.items() if n in sent and t.requires_grad
             }
             self._count(cut, stage, i, slabs)
+            if stage in cut.streamed:
+                self.stash_bytes[stage, i] = self._kept_by_stream(cut, stage, results)
         return results
+
+    def _kept_by_stream(self, cut: Cut, stage: int, results: dict[str, Tensor]) -> int:
+        """What a streamed stage received; and the model's output, if it is the last."""
+        graph = cut.trace.graph
+        names = [n for n in cut.streams[stage].inputs if n not in graph.inputs]
+        ends = list(results.values()) if stage == self.plan.depth - 1 else []
+        return sum(graph.value[n].bytes for n in names) + self.size(ends)
 
     def _count(self, cut: Cut, stage: int, i: int, slabs: Slabs | None) -> None:
         """What a micro-batch keeps from here on; of a cut stage, what was seen to be kept."""
@@ -313,7 +342,7 @@ class TorchAdapter:
         cut: Cut,
         stage: int,
         i: int,
-        program: Program,
+        program: Program | Stream,
         received: dict[str, Tensor],
         kept: Kept,
         bound: Bound | None,
@@ -325,13 +354,16 @@ class TorchAdapter:
         wants, arguments = [], []
         for name in program.inputs:
             if name in graph.inputs:
-                box = bound.box(name) if bound else None
-                x = read_box(own[graph.inputs.index(name)], box)
+                x = own[graph.inputs.index(name)]
+                if stage in cut.streamed:  # which reads boxes of it
+                    arguments.append(x)
+                    continue
+                x = read_box(x, bound.box(name) if bound else None)
                 x = x.to(self.device, non_blocking=True)
                 arguments.append(x.clone() if name in mutated else x)
                 continue
             x = received.pop(name)
-            if name in mutated:
+            if name in mutated and stage not in cut.streamed:
                 x = x.clone()  # another stage of this rank may still read it
             if self.training and torch.is_grad_enabled() and graph.value[name].grad:
                 wants.append(name)
@@ -396,6 +428,8 @@ class TorchAdapter:
             self.draws.at(self.step, i)  # a recomputed region draws what it drew before
             with self._reruns(stage, i, kept.page):
                 torch.autograd.backward(roots, seeds)
+            if stage in self.of[i].streams:
+                self.surge_bytes[stage, i] = self.of[i].streams[stage].surge
         found, kept.gradients = kept.gradients, {}
         for name in kept.wants:
             if name not in found:  # no path from the loss leads here, but somebody waits for it

@@ -32,10 +32,12 @@ from gems.torch.spatial.stage import (
     bind,
     cheapest,
     lay_out,
+    lay_out_alone,
     spatial_dims,
     traffic,
 )
 from gems.torch.spatial.team import Team
+from gems.torch.stream import Stream
 from gems.torch.trace import Trace
 from gems.transport.core import Transport
 
@@ -54,6 +56,8 @@ class Cut:
     crossing: dict[tuple[int, int], tuple[str, ...]]
     blocks: list[list[int]]
     laid: dict[int, Laid] = field(default_factory=dict)  # stages that are cut into boxes
+    streamed: dict[int, Laid] = field(default_factory=dict)  # stages cut into blocks in time
+    streams: dict[int, Stream] = field(default_factory=dict)
     bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     footprints: dict[int, Footprint] = field(default_factory=dict)
@@ -66,6 +70,8 @@ class Cut:
         for stage, grid in enumerate(self.plan.grids):
             if grid.size > 1:
                 self.laid[stage] = self._lay_out(stage, grid)
+            if self.plan.streams[stage]:
+                self.streamed[stage] = self._lay_out_blocks(stage, self.plan.streams[stage])
 
     # --- stages ---------------------------------------------------------------------------------
 
@@ -114,12 +120,47 @@ class Cut:
 
     # --- boxes ----------------------------------------------------------------------------------
 
-    def _lay_out(self, stage: int, grid: Grid) -> Laid:
+    def _read(self, stage: int) -> list[str]:
+        """The values that enter a stage."""
         calls = self.calls(stage)
         made = {n for call in calls for n in call.writes}
         read = [n for call in calls for n in call.reads if n not in made]
         read += [n for n in self.sent(stage) if n not in made]
-        entering = {n: x for n in dict.fromkeys(read) if (x := self._entering(n, grid)) is not None}
+        return list(dict.fromkeys(read))
+
+    def _lay_out_blocks(self, stage: int, blocks: tuple[int, ...]) -> Laid:
+        """A stage over blocks in time, each from its box of what enters."""
+        calls, shown = self.calls(stage), Grid(tiles=blocks)
+        entering = {}
+        for name in self._read(stage):
+            shape = self.trace.graph.value[name].shape
+            if (dims := spatial_dims(len(shape), blocks)) is not None:
+                entering[name] = even(shape, dims, blocks)
+        if not entering:
+            raise PlanError(
+                f"stage {stage} streams {shown} blocks, but reads no image of {len(blocks)} dims; "
+                "give a grid with as many axes as the images have, or let fewer stages stream"
+            )
+        try:
+            sent = self.sent(stage)
+            return lay_out_alone(self.trace.record, self.model, calls, entering, self.draws, sent)
+        except Uncuttable as error:
+            raise PlanError(self._stream_refusal(stage, shown, error)) from error
+
+    def _stream_refusal(self, stage: int, shown: Grid, error: Uncuttable) -> str:
+        names = [call.name for call in self.calls(stage)]
+        at = names.index(error.call.name)
+        before = f"let stage {stage} end at {names[at - 1]}" if at else "let fewer stages stream"
+        norm = " or put it in evaluation mode (frozen), or use a norm of each pixel's channels,"
+        return (
+            f"stage {stage} streams {shown} blocks, but {error}. To stream exactly,"
+            f"{norm * bool(error.call.norms)} {before}"
+        )
+
+    def _lay_out(self, stage: int, grid: Grid) -> Laid:
+        calls = self.calls(stage)
+        read = self._read(stage)
+        entering = {n: x for n in read if (x := self._entering(n, grid)) is not None}
 
         def make(fused: int) -> Laid:
             return lay_out(self.trace.record, self.model, calls, entering, self.draws, fused=fused)

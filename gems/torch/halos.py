@@ -12,7 +12,7 @@ from gems.geometry import moves
 from gems.graph import ITEMSIZE, Graph
 from gems.layout import Layout, even
 from gems.torch.random import Draws
-from gems.torch.spatial.stage import Laid, Uncuttable, lay_out
+from gems.torch.spatial.stage import Laid, Uncuttable, lay_out, unstreamable
 from gems.torch.trace import Trace
 
 NUMBER = 4  # bytes of a number in a sum of statistics
@@ -30,7 +30,8 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     strips: dict[int, list[int]] = defaultdict(lambda: [0] * dims)
     sums: dict[int, int] = {}
     exchanges: dict[int, int] = {}
-    reach = len(graph.blocks) if dims > 0 else 0
+    around: dict[int, list[float]] = defaultdict(lambda: [0.0] * dims)
+    reach = streams = len(graph.blocks) if dims > 0 else 0
     for dim in range(dims):
         laid, stop = _cut(traced, model, dim - dims)
         reach = min(reach, reach if stop is None else block_of[stop])
@@ -38,6 +39,9 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             block = block_of[call.name]
             strips[block][dim] += (sent := _sent(laid, at))
             exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
+            around[block][dim] += _around(laid, at)
+            if unstreamable(call, rule) is not None:
+                streams = min(streams, block)
             sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
     blocks = tuple(
         replace(
@@ -47,6 +51,8 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             sums=sums.get(i, 0),
             totals=int(sums.get(i, 0) > 0),
             whole=i >= reach,
+            reach=tuple(around[i]),
+            streams=i < min(streams, reach),
         )
         for i, b in enumerate(graph.blocks)
     )
@@ -74,6 +80,15 @@ def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[Laid, str | None]:
         except Uncuttable as error:
             stop = error.call.name
             calls = calls[: calls.index(error.call)]
+
+
+def _around(laid: Laid, at: int) -> float:
+    """What a call reads around its outputs, as a part of the image."""
+    found = 0.0
+    for have, pieces in laid.fetches_of(at).values():
+        cells = (m.box.size for want in pieces for m in moves(have, want) if m.source != m.target)
+        found = max(found, sum(cells) / sum(box.size for box in have))
+    return found
 
 
 def _sent(laid: Laid, at: int) -> int:

@@ -175,10 +175,12 @@ class Trainer:
     ) -> str:
         """Trace, plan, schedule, keep what is ours. Gives a digest of what all ranks must share."""
         self._check_options(sample)
+        if not isinstance(plan, Plan) and plan != "auto":
+            plan = from_json(Plan, Path(plan).read_text())
         self.model, self.leaves = as_module(model)
         traced = self._trace(sample)
         self.leaves = traced.record.leaves
-        if plan == "auto" or (isinstance(plan, Plan) and plan.cut):
+        if plan == "auto" or (isinstance(plan, Plan) and (plan.cut or plan.stream)):
             traced = replace(traced, graph=with_halos(traced, self.model))
         blocks = self._block_costs(costs, traced, planned=plan == "auto")
         plan = self._chosen(plan, traced, blocks)
@@ -257,13 +259,11 @@ class Trainer:
     def _chosen(self, plan: Plan | str | Path, traced: Trace, blocks: Costs) -> Plan:
         if isinstance(plan, Plan):
             return plan
-        if plan == "auto":
-            wish = Wish.on(self.machine, self.transport.world, self.memory)
-            found = search(traced.graph, blocks, self.machine, wish)
-            best = chosen(found)
-            log.info("%s", explain(found))
-            return best.plan
-        return from_json(Plan, Path(plan).read_text())
+        wish = Wish.on(self.machine, self.transport.world, self.memory)
+        found = search(traced.graph, blocks, self.machine, wish)
+        best = chosen(found)
+        log.info("%s", explain(found))
+        return best.plan
 
     def _limit(self) -> float:
         """Bytes per rank: those that were given, or the machine's."""

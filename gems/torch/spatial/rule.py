@@ -246,7 +246,7 @@ class Site:
         def view(t: Tensor) -> Tensor:
             if sliced:
                 t = t.new_zeros(want.shape) + 0 * t.sum() if slices is None else t[slices]
-            return Framed.apply(t, pads, fill) if any(pads) else t  # type: ignore[no-any-return]
+            return Framed.apply(t, pads, fill, self.memory.now) if any(pads) else t  # type: ignore
 
         return view
 

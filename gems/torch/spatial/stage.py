@@ -110,17 +110,19 @@ def lay_out(
     *,
     fused: int = 1,
     given: Mapping[str, Layout] | None = None,
+    wanted: Iterable[str] | None = None,
 ) -> Laid:
     """How `calls` run when the values that enter are cut like this.
 
     What enters is delivered with all that is read of it; what is `given` is as it is. `fused` is
-    how many layers in a row fetch together: 1 is d1, more is d2.
+    how many layers in a row fetch together: 1 is d1, more is d2. If only some values are `wanted`,
+    of the others nobody has more than these need, not even his own cells.
     """
     cut, laid = {**entering, **(given or {})}, None
     with suppress(Uncuttable):  # perhaps a call takes a tensor whole that need not have been cut
         laid = _cut(record, model, calls, cut, draws, spread=True)
     laid = laid or _cut(record, model, calls, cut, draws, spread=False)
-    _widen(laid, set(entering), set(given or ()), fused)
+    _widen(laid, set(entering), set(given or ()), fused, wanted)
     return laid
 
 
@@ -208,11 +210,16 @@ def _rule(ask: Ask) -> Rule:
     return make(ask)
 
 
-def _widen(laid: Laid, entering: set[str], given: set[str], fused: int) -> None:
+def _widen(
+    laid: Laid, entering: set[str], given: set[str], fused: int, wanted: Iterable[str] | None
+) -> None:
     """What every rank must hold of every value, from the last call to the first."""
     segments = _segments(laid, fused)
     made_in = {n: s for call, s in zip(laid.calls, segments, strict=True) for n in call.writes}
     have = {n: (x.have if n in given else x.own) for n, x in laid.layouts.items()}
+    if wanted is not None:
+        kept = set(wanted)
+        have = {n: x if n in kept else _nothing(x) for n, x in have.items()}
     wants: list[dict[str, Spans]] = [{} for _ in laid.calls]
     for at in reversed(range(len(laid.calls))):
         rule = laid.rules[at]
@@ -234,6 +241,10 @@ def _widen(laid: Laid, entering: set[str], given: set[str], fused: int) -> None:
     laid.wants = wants
 
 
+def _nothing(spans: Spans) -> Spans:
+    return tuple(tuple((0, 0) for _ in row) for row in spans)
+
+
 def _segments(laid: Laid, fused: int) -> list[int]:
     """Numbers the runs of calls in which only the first layer fetches."""
     found, segment, wide = [], 0, 0
@@ -247,6 +258,52 @@ def _segments(laid: Laid, fused: int) -> list[int]:
                 segment, wide = segment + 1, 1
         found.append(segment)
     return found
+
+
+# --- one part after the other -------------------------------------------------------------------
+
+
+def unstreamable(call: Call, rule: Rule | None) -> str | None:
+    """Why the parts of an image cannot run through a call one after the other; None if they can."""
+    if call.touches:
+        return f"changes {', '.join(call.touches)}, once for every part"
+    if rule is None:
+        return None
+    if rule.sums or any(windows == OWN for windows in rule.windows.values()):
+        return "looks at the whole image, which is never there at once"
+    return "reads the far end of the image beside the near one" if rule.circular else None
+
+
+def lay_out_alone(
+    record: Record,
+    model: nn.Module,
+    calls: Sequence[Call],
+    entering: Mapping[str, Layout],
+    draws: Draws,
+    wanted: Iterable[str],
+) -> Laid:
+    """How `calls` run if every part is computed from what enters, and nobody is asked for more."""
+    fused = len(calls) + 1
+    laid = lay_out(record, model, calls, entering, draws, fused=fused, wanted=wanted)
+    for call, ask, rule in zip(calls, laid.asks, laid.rules, strict=True):
+        if (why := unstreamable(call, rule)) is not None:
+            raise Uncuttable(call, ask.name, why)
+    assert not laid.fetches(), "a part would have to ask another one"
+    return laid
+
+
+def one_part(laid: Laid, place: Sequence[int]) -> Laid:
+    """A part of a layout by itself, as if there were no others."""
+
+    def mine(spans: Spans) -> Spans:
+        return tuple((row[at],) for row, at in zip(spans, place, strict=True))
+
+    layouts = {
+        name: replace(layout, own=mine(layout.own), have=mine(layout.have))
+        for name, layout in laid.layouts.items()
+    }
+    wants = [{name: mine(spans) for name, spans in row.items()} for row in laid.wants]
+    return replace(laid, layouts=layouts, wants=wants)
 
 
 # --- bound to a rank ------------------------------------------------------------------------------

@@ -13,11 +13,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from gems.torch.meter import storage_of
 from gems.torch.spatial.team import Exchange
 
 Tensor = torch.Tensor
+
+
+@dataclass
+class Bare:
+    """A slab that is a tile within a border of a constant: the tile alone."""
+
+    tile: Tensor
+    version: int
+    pads: list[int]
+    fill: float
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return (self.tile,)
+
+    def together(self) -> Tensor:
+        _unchanged(self.tile, self.version)
+        return F.pad(self.tile, self.pads, value=self.fill)
 
 
 @dataclass
@@ -29,13 +48,21 @@ class Parts:
     exchange: Exchange
     strips: Sequence[Tensor]
 
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return (self.tile, *self.strips)
+
     def together(self) -> Tensor:
-        if self.tile._version != self.version:
-            raise RuntimeError(
-                f"a tensor needed for a gradient, of shape {tuple(self.tile.shape)}, has been "
-                "modified by an inplace operation; use one that is not in place"
-            )
+        _unchanged(self.tile, self.version)
         return self.exchange.slab(self.tile, self.strips)
+
+
+def _unchanged(tile: Tensor, version: int) -> None:
+    if tile._version != version:
+        raise RuntimeError(
+            f"a tensor needed for a gradient, of shape {tuple(tile.shape)}, has been modified by "
+            "an inplace operation; use one that is not in place"
+        )
 
 
 class Slabs:
@@ -43,11 +70,15 @@ class Slabs:
 
     def __init__(self, weights: Set[int] = frozenset()) -> None:
         self.weights = weights  # storages that are there anyway
-        self.known: dict[int, tuple[tuple[int, ...], Parts]] = {}
+        self.known: dict[int, tuple[tuple[int, ...], Parts | Bare]] = {}
         self.kept: dict[int, int] = {}  # storage -> bytes, of all that backward will need
 
     def note(self, slab: Tensor, x: Tensor, exchange: Exchange, strips: Sequence[Tensor]) -> None:
         parts = Parts(x.detach(), x._version, exchange, strips)
+        self.known[slab.data_ptr()] = (tuple(slab.shape), parts)
+
+    def note_framed(self, slab: Tensor, x: Tensor, pads: list[int], fill: float) -> None:
+        parts = Bare(x.detach(), x._version, pads, fill)
         self.known[slab.data_ptr()] = (tuple(slab.shape), parts)
 
     def forget(self) -> None:
@@ -57,7 +88,7 @@ class Slabs:
     def pack(self, x: Tensor) -> Any:
         shape, parts = self.known.get(x.data_ptr(), ((), None))
         if parts is not None and tuple(x.shape) == shape and x.is_contiguous():
-            for part in (parts.tile, *parts.strips):
+            for part in parts.kept:
                 self._count(part)
             return parts
         self._count(x)
@@ -78,4 +109,4 @@ class Slabs:
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept.together() if isinstance(kept, Parts) else kept
+    return kept.together() if isinstance(kept, (Parts, Bare)) else kept

@@ -245,10 +245,13 @@ class Framed(torch.autograd.Function):
     """A tensor inside a border of a constant; the border's gradient goes nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pads: list[int], fill: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pads: list[int], fill: float, slabs: Any) -> Tensor:
         ctx.pads = pads
-        return F.pad(x, pads, value=fill)
+        slab = F.pad(x, pads, value=fill)
+        if slabs is not None:
+            slabs.note_framed(slab, x, pads, fill)
+        return slab
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        return F.pad(gradients[0], [-p for p in ctx.pads]), None, None
+        return F.pad(gradients[0], [-p for p in ctx.pads]), None, None, None
