@@ -50,7 +50,8 @@ class Plan:
     edges          which stage sends to which; filled in from the model, a chain until then
     spatial        the tiles that each of the first stages is cut into, one rank per tile: (2, 2),
                    "2x2", "vertical:4"; a list of them for more than one stage
-    local_dp       slices of the micro-batch, one rank each, on the stages that are not spatial
+    local_dp       slices of the micro-batch, one rank each, on the stages that are neither spatial
+                   nor streamed
     halo           `d1`: edges of tiles are exchanged before each layer; `d2`: before several
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
     sums           when gradients are summed over replicas and copies: `early`, each stage as soon
@@ -137,7 +138,9 @@ class Plan:
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
         yield from keep_faults(self.keep, self.depth)
-        yield from stream_faults(tiles_of(self.stream), self.grids, self.keep)
+        yield from stream_faults(
+            tiles_of(self.stream), self.grids[: self.depth], self.keep, self.local_dp
+        )
         yield from self._placement_faults()
         yield from self._balance_faults()
         for a, b in self.edges or ():
@@ -259,9 +262,10 @@ class Plan:
 
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
-        """How each stage is cut: the spatial ones into tiles, the others into slices."""
-        spatial = tuple(Grid(tiles=tiles) for tiles in tiles_of(self.spatial))
-        return spatial + (Grid(self.local_dp),) * (self.depth - len(spatial))
+        """How each stage is cut: the spatial ones into tiles, those that do not stream into slices."""
+        first = tuple(Grid(tiles=tiles) for tiles in tiles_of(self.spatial))
+        first += (Grid(),) * (len(tiles_of(self.stream)) - len(first))
+        return first + (Grid(self.local_dp),) * (self.depth - len(first))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

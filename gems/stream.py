@@ -16,13 +16,18 @@ STREAMED = ("all", "inputs")  # what may be said about a streamed stage: it keep
 
 
 def stream_faults(
-    streams: Sequence[tuple[int, ...]], grids: Sequence[Grid], keep: Keep
+    streams: Sequence[tuple[int, ...]], grids: Sequence[Grid], keep: Keep, slices: int
 ) -> Iterable[str]:
     """Of the blocks that the first stages are to run one after the other."""
     if len(streams) > len(grids):
         yield (
             f"stream has {len(streams)} grids for {len(grids)} stages; give at most one per stage, "
             "or use more stages"
+        )
+    if slices > 1 and streams and len(streams) >= len(grids):
+        yield (
+            f"local_dp={slices} cuts the stages after the streamed ones, but all {len(grids)} "
+            "stream; leave one of the two out, or use more stages"
         )
     for stage, (stream, grid) in enumerate(zip(streams, grids, strict=False)):
         shown = Grid(tiles=stream)

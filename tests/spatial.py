@@ -11,6 +11,7 @@ import copy
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -23,12 +24,14 @@ from torch.utils import _pytree as pytree
 from gems.geometry import Box
 from gems.layout import Layout, even
 from gems.torch.calls import leaves_of
+from gems.torch.meter import storage_of
 from gems.torch.program import write
 from gems.torch.random import Draws
 from gems.torch.record import record
-from gems.torch.spatial.stage import Bound, Laid, bind, lay_out
+from gems.torch.spatial.stage import Bound, Laid, bind, lay_out, lay_out_alone
 from gems.torch.spatial.stash import Slabs
 from gems.torch.spatial.team import Team, Traffic
+from gems.torch.stream import Stream
 from gems.transport.core import Transport
 from gems.transport.local import Local, run
 
@@ -143,6 +146,28 @@ class Plain:
         assert not any(worlds[0].mail.values()), "something was sent that nobody took"
         self.compare(ranks)
         return ranks
+
+    def stream(
+        self, grid: Sequence[int], points: Points | Mapping[str, Points] | None = None
+    ) -> Stream:
+        """The same on one rank, block after block, and compare."""
+        model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
+        entering = self.layouts(grid, points)
+        laid = lay_out_alone(self.record, model, calls, entering, draws, self.outputs)
+        device, weights = torch.device("cpu"), {storage_of(p) for p in model.parameters()}
+        stream = Stream(
+            self.record, model, calls, self.outputs, laid, draws,
+            device=device, weights=weights, around=nullcontext,
+        )  # fmt: skip
+        taken = dict(zip(self.record.inputs, map(_leaf, self.inputs), strict=True))
+        found = stream.run(*(taken[name] for name in stream.inputs))
+        _backward([(x, self.seeds.get(name)) for name, x in zip(self.outputs, found, strict=True)])
+        gradients: Parts = {name: (None, _gradient(x)) for name, x in taken.items()}
+        gradients |= {name: (None, _gradient(p)) for name, p in model.named_parameters()}
+        outputs: Parts = {n: (None, x.detach()) for n, x in zip(self.outputs, found, strict=True)}
+        buffers, nothing = dict(model.named_buffers()), Traffic()
+        self.compare([Rank(outputs, gradients, buffers, stream.surge, nothing, nothing, laid)])
+        return stream
 
     def layouts(
         self,

@@ -11,7 +11,7 @@ themselves, in less than a minute; thousands, and one of them again, by
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import lru_cache
 from math import prod
 from random import Random
@@ -380,9 +380,11 @@ def end(r: Random, shape: Shape) -> nn.Module:
 # --- networks ------------------------------------------------------------------------------------
 
 
-def stack(r: Random, shape: Shape, count: int, nested: bool = False) -> tuple[nn.Module, Shape]:
+def stack(
+    r: Random, shape: Shape, count: int, nested: bool = False, without: Container[str] = ()
+) -> tuple[nn.Module, Shape]:
     """So many layers, each for what the one before gives."""
-    names = [name for name in LAYERS if not (nested and name == "joined")]
+    names = [n for n in LAYERS if not (nested and n == "joined") and n not in without]
     weights = [LAYERS[name][0] for name in names]
     made: list[nn.Module] = []
     for _ in range(count):

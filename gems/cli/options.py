@@ -155,6 +155,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "except-last, auto (what memory has room for), or names of modules: layer1,layer2; with a "
         "slash for each stage: inputs/layer2,layer3/all; GPipe's always and never are understood",
     )
+    put(
+        "--stream",
+        default="",
+        metavar="G",
+        help="run the first stage over a grid of blocks, one after the other on its rank, keeping "
+        "only its inputs: 4x4, or one grid for each of the first stages like 4x4,2x2",
+    )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
@@ -197,6 +204,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         fused_layers=given.fused_layers,
         sums="early" if given.enable_master_comm_opt else "late",
         keep=spelled(given.keep),
+        stream=tuple(filter(None, given.stream.split(","))),
     )
 
 

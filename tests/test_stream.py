@@ -1,0 +1,260 @@
+"""Blocks of an image one after the other: the same numbers as all at once, in less memory.
+
+A case of the first test is a network, a grid of blocks and the points where its input is cut; its
+number decides all of that. More of them, or one again:
+
+    GEMS_STREAMS=2000 .venv/bin/python -m pytest tests/test_stream.py -q -k generated
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gems.errors import PlanError
+from gems.models import build
+from gems.plans import Plan
+from gems.torch.spatial.stage import Uncuttable
+from gems.torch.trainer import Trainer
+from gems.transport.local import run
+from tests.exact import assert_equal, plainly, planned
+from tests.spatial import Plain
+from tests.test_spatial_generated import GRIDS, some_cut, stack
+
+Tensor = torch.Tensor
+CASES = int(os.environ.get("GEMS_STREAMS", "32"))
+WHOLE = ("excited", "pooled", "stripped")  # they look at all of the image
+
+
+def network(number: int) -> Plain:
+    """One that may be streamed: norms are frozen, or of each pixel."""
+    r = Random(f"stream {number}")
+    torch.manual_seed(number)
+    dims = r.choice((1, 2, 2, 2, 2, 3))
+    sides = {1: (6, 20), 2: (5, 13), 3: (4, 7)}[dims]
+    shape = (r.randint(1, 2), r.randint(2, 4), *(r.randint(*sides) for _ in range(dims)))
+    model, _ = stack(r, shape, r.randint(1, 6), without=WHOLE)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.eval()
+    drops = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
+    return Plain(model, torch.randn(shape), keyed=drops)
+
+
+@pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
+def test_a_generated_network_does_the_same_block_by_block(number: int) -> None:
+    for tried in range(number, number + 50 * CASES, CASES):
+        plain = network(tried)
+        shape = tuple(plain.inputs[0].shape)
+        cut = some_cut(Random(f"cut {tried}"), shape, GRIDS[len(shape) - 2])
+        try:
+            plain.stream(cut["grid"], cut["points"])
+            return
+        except Uncuttable:
+            continue  # statistics of the whole image, or its far end
+        except BaseException as error:
+            error.add_note(f"case {number}, try {tried}: {shape} by {cut}\n{plain.model}")
+            raise
+    raise AssertionError(f"of 50 networks none could be streamed; case {number}")
+
+
+# --- networks, trained ----------------------------------------------------------------------------
+
+
+def noise(shape: tuple[int, ...], classes: int, target: tuple[int, ...], steps: int = 2) -> Any:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(shape, generator=draw, dtype=torch.float64),
+            torch.randint(classes, target, generator=draw),
+        )
+        for _ in range(steps)
+    ]
+
+
+class Frozen(nn.BatchNorm2d):
+    """A BatchNorm that goes by its running statistics, whatever mode the model is in."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+def residual() -> nn.Module:
+    """A pre-activation ResNet whose BatchNorm is frozen."""
+    torch.manual_seed(0)
+    model = build("resnet_v2", depth=11, width=4, num_classes=3)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            module.__class__ = Frozen
+            module.train()
+    return model.double()
+
+
+SIDE = 29
+PLANS = {
+    "one rank": Plan(stages=2, ranks=1, stream=(3, 2), schedule="sequential", micro_batches=2),
+    "strips": Plan(stages=2, ranks=1, stream="horizontal:4", schedule="sequential"),
+    "pipeline": Plan(stages=3, stream="2x3", micro_batches=2),
+    "two streamed stages": Plan(stages=3, stream=["3x3", "2x2"], micro_batches=2),
+    "both ways": Plan(stages=2, stream=(2, 2), schedule="gems", replications=1),
+    "weights apart": Plan(stages=3, stream=(2, 2), schedule="zero-bubble", micro_batches=3),
+    "copies": Plan(stages=2, stream=(2, 2), data=2, micro_batches=1),
+    "others keep inputs": Plan(stages=3, stream=(2, 2), keep="inputs", micro_batches=2),
+    "others are slices": Plan(stages=2, stream=(2, 2), local_dp=2, schedule="gpipe"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_residual_network_with_frozen_norms_trains_like_the_plain_one(name: str) -> None:
+    plan, model = PLANS[name], residual()
+    data = noise((4, 3, SIDE, SIDE - 4), 3, (4,))
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_skips_of_a_u_net_run_inside_the_blocks_and_between_stages(stages: int) -> None:
+    torch.manual_seed(0)
+    model = build("unet", norm="none", width=2, levels=3).double()
+    data = noise((1, 3, 27, 22), 2, (1, 27, 22))
+    plan = Plan(stages=stages, stream=["3x2"] * stages)
+    assert_equal(
+        planned(model, data, plan, F.cross_entropy), plainly(model, data, 1, F.cross_entropy)
+    )
+
+
+def test_norms_of_each_pixel_stream() -> None:
+    torch.manual_seed(0)
+    model = build("convnext_tiny", depths=(1, 1), dims=(4, 6), num_classes=3, scale=0.5).double()
+    data = noise((1, 3, 40, 33), 3, (1,))
+    plan = Plan(stages=2, ranks=1, stream=(2, 3), schedule="sequential")
+    assert_equal(planned(model, data, plan), plainly(model, data, 1))
+
+
+def test_dropout_drops_what_it_drops_when_the_image_is_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.4), nn.Conv2d(4, 4, 5, padding=2), nn.Tanh(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    ).double()  # fmt: skip
+    data = noise((2, 3, 17, 19), 3, (2,))
+    whole = Plan(stages=1, micro_batches=2, schedule="sequential")
+    plan = Plan(stages=2, ranks=1, stream="3x3", schedule="sequential", micro_batches=2)
+    assert_equal(planned(model, data, plan), planned(model, data, whole))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+REFUSED = {
+    "BatchNorm2d": nn.BatchNorm2d(4),
+    "GroupNorm": nn.GroupNorm(2, 4),
+    "AdaptiveAvgPool2d": nn.AdaptiveAvgPool2d(2),
+    "Conv2d": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+}
+
+
+def make(model: nn.Module, plan: Plan, shape: tuple[int, ...], **options: Any) -> Trainer:
+    found = run(plan.world, lambda t: Trainer(model, sample=torch.empty(shape), plan=plan,
+                                              transport=t, **options))  # fmt: skip
+    return found[0]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_needs_the_whole_image_is_refused_before_anything_runs(kind: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(REFUSED[kind]), nn.Conv2d(4, 4, 1))
+    with pytest.raises(PlanError, match=rf"stage 0 streams 2x2.* 1 \({kind}\).*end at 0") as found:
+        make(model, Plan(stream=(2, 2)), (1, 3, 16, 16))
+    assert ("frozen" in str(found.value)) == (kind == "BatchNorm2d")
+
+
+def test_a_plan_says_what_cannot_be_streamed() -> None:
+    with pytest.raises(PlanError, match="stage 0 streams 2x2 .* cut over 4 .*leave one"):
+        Plan(stages=2, stream="2x2", spatial="2x2")
+    with pytest.raises(PlanError, match="keep says 'except-last'; say 'inputs'"):
+        Plan(stages=2, stream="2x2", keep="except-last")
+    with pytest.raises(PlanError, match="2 grids for 1 stages"):
+        Plan(stream=["2x2", "2x2"])
+    with pytest.raises(PlanError, match="local_dp=2 .* all 1 stream"):
+        Plan(stream="2x2", local_dp=2)
+    with pytest.raises(PlanError, match="streams 0x2"):
+        Plan(stream=(0, 2))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Picture:
+    """An array that remembers the largest box that was read of it."""
+
+    dtype = "float32"
+
+    def __init__(self, *shape: int) -> None:
+        self.shape, self.largest = shape, 0
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        part = torch.ones([len(range(n)[s]) for n, s in zip(self.shape, box, strict=True)])
+        self.largest = max(self.largest, part.numel())
+        return part
+
+
+def peaks(model: nn.Module, plan: Plan, image: Any, target: Tensor) -> tuple[int, int]:
+    """Most bytes of a step, measured and predicted."""
+
+    def work(transport: Any) -> tuple[int, int]:
+        trainer = Trainer(
+            model, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.1), torch.empty(image.shape),
+            plan, transport=transport,
+        )  # fmt: skip
+        trainer.step(image, target)
+        return trainer.peak, trainer.forecast().peaks[0].total
+
+    return run(1, work)[0]
+
+
+def test_less_is_live_the_more_blocks_there_are_and_as_much_as_was_predicted() -> None:
+    torch.manual_seed(0)
+    model = build("unet", norm="none", width=4, levels=3)
+    image, target = torch.randn(1, 3, 192, 192), torch.randint(2, (1, 192, 192))
+    found = []
+    for blocks in ((1, 1), (2, 2), (3, 3), (4, 4)):
+        measured, predicted = peaks(copy.deepcopy(model), Plan(stream=blocks), image, target)
+        assert predicted == pytest.approx(measured, rel=0.05)
+        found.append(measured)
+    assert found == sorted(found, reverse=True)
+    whole, _ = peaks(model, Plan(), image, target)
+    assert found[0] > whole and found[-1] < whole / 4  # one block is recomputed whole
+
+
+def test_activations_may_exceed_the_memory_many_times() -> None:
+    """And of the image itself, no more than a block is ever read."""
+    layers = [nn.Conv2d(3, 16, 3, 2, 1)]
+    for _ in range(4):
+        layers += [nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    model = nn.Sequential(*layers, nn.MaxPool2d(8), nn.Conv2d(16, 2, 1),
+                          nn.AdaptiveAvgPool2d(1), nn.Flatten())  # fmt: skip
+    image, target = Picture(1, 3, 768, 768), torch.zeros(1, dtype=torch.int64)
+    plan = Plan(stages=2, ranks=1, stream=(6, 6), schedule="sequential")
+    streamed, predicted = peaks(copy.deepcopy(model), plan, image, target)
+    assert image.largest < 3 * 768 * 768 / 20
+    whole, _ = peaks(model, Plan(), torch.ones(1, 3, 768, 768), target)
+    assert whole > 10 * streamed
+    assert predicted == pytest.approx(streamed, rel=0.05)
+
+
+def test_prediction_streams_too() -> None:
+    torch.manual_seed(0)
+    model = build("unet", width=2, levels=2)  # BatchNorm, which prediction freezes
+    image = torch.randn(2, 3, 21, 30)
+    model.eval()
+    with torch.no_grad():
+        expected = model(image)
+    trainer = make(copy.deepcopy(model), Plan(stream=(2, 3)), tuple(image.shape))
+    assert torch.allclose(trainer.predict(image), expected, atol=1e-5)
