@@ -30,6 +30,7 @@ BIDIRECTIONAL = ("gems", "gems-zb")
 SPLIT = ("zero-bubble", "gems-zb", "auto")
 PLACEMENTS = ("straight", "fold")
 SUMS = ("early", "late")
+ZERO = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Plan:
                    `except-last`, `auto`, or names of modules; for all stages, or one for each
     stream         the blocks that each of the first stages runs one after the other, on one rank,
                    keeping only its inputs: written like `spatial`
+    zero           what the ranks that hold a stage share out among them: 1 the optimizer's state,
+                   2 gradients too, once they are summed, 3 the weights too, gathered when needed
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
@@ -81,6 +84,7 @@ class Plan:
     sums: str = "early"
     keep: Keep = "all"
     stream: Spatial = ()
+    zero: int = 0
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +138,7 @@ class Plan:
             yield f"stashes={self.stashes} is for 'auto', not {self.schedule!r}; leave it out"
         if self.sums not in SUMS:
             yield f"sums is {self.sums!r}; choose one of {', '.join(SUMS)}"
+        yield from self._zero_faults()
         tiles = tiles_of(self.spatial)
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
@@ -146,6 +151,15 @@ class Plan:
         for a, b in self.edges or ():
             if not 0 <= a < b < self.depth:
                 yield f"edge {a} to {b} must lead from a stage to a later one of {self.depth}"
+
+    def _zero_faults(self) -> Iterable[str]:
+        if self.zero not in ZERO:
+            yield f"zero is {self.zero!r}; choose one of {', '.join(map(str, ZERO))}"
+        elif self.zero == 3 and self.bidirectional:
+            yield (
+                "zero=3 gathers the weights of a stage when all its holders need them, and those "
+                "of two directions need them at different times; use zero=2, or one direction"
+            )
 
     def _placement_faults(self) -> Iterable[str]:
         if isinstance(self.placement, str):
@@ -322,6 +336,10 @@ class Plan:
         """For each stage the ranks that have its weights, hence sum its gradients."""
         teams = zip(*self.teams, strict=True)
         return tuple(tuple(sorted({r for team in stage for r in team})) for stage in teams)
+
+    def sharers(self, stage: int) -> int:
+        """How many ranks share out a stage's state among them; 1 if each has it all."""
+        return len(self.holders[stage]) if self.zero else 1
 
     @cached_property
     def stages_on(self) -> tuple[tuple[int, ...], ...]:

@@ -58,8 +58,20 @@ class Adapter(Protocol):
         """What to sum over the holders of a stage, in place."""
         ...
 
+    def scattered(self, stage: int) -> list[Any]:
+        """What to sum so that each holder has its own part, in place."""
+        ...
+
     def unbucket(self, stage: int) -> None:
         """The sums are there."""
+        ...
+
+    def gather(self, stage: int) -> list[Any]:
+        """Make room for a stage's weights, of which each holder has a part: what to gather."""
+        ...
+
+    def drop(self, stage: int) -> None:
+        """Let go of all weights of a stage but the own part."""
         ...
 
     def stash(self, stage: int, micro_batch: int) -> int:

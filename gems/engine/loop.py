@@ -10,7 +10,7 @@ from typing import Any
 from gems.engine.adapter import Adapter, Tensors
 from gems.errors import note
 from gems.plans import Plan
-from gems.schedule.core import Action, Kind, Message, Schedule
+from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.passes import receipts
 from gems.timeline import Event, Memory, Meter, Timeline
 from gems.transport.core import Handle, Transport
@@ -36,6 +36,7 @@ class Engine:
         self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
         self.sending: dict[tuple[Message, int], tuple[int, list[Handle]]] = {}
         self.sums: list[tuple[int, list[Handle]]] = []
+        self.gathering: dict[int, list[Handle]] = {}
         self.stamps: list[tuple[Action, Any, Any, Memory]] = []
         self.at = "the start"
         try:
@@ -50,7 +51,7 @@ class Engine:
 
     def _run_all(self) -> None:
         for action in self.actions:
-            if action.kind is not Kind.REDUCE and self.adapter.skips(action.micro_batch):
+            if action.kind not in WHOLE and self.adapter.skips(action.micro_batch):
                 continue
             log.debug("rank %s %s", self.transport.rank, action)
             self.at = str(action)
@@ -69,6 +70,11 @@ class Engine:
         self.stamps.append((action, start, self.adapter.stamp(), self.meter.now))
 
     # --- compute ----------------------------------------------------------------------------
+
+    def _compute(self, action: Action) -> None:
+        for handle in self.gathering.pop(action.stage, ()):
+            handle.wait()
+        COMPUTE[action.kind](self, action)
 
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
@@ -196,20 +202,54 @@ class Engine:
         if len(ranks) == 1:
             return
 
+        if self.plan.zero > 1:  # of whole gradients, have one stage's at a time
+            self._settle_sums()
+
         def work() -> None:
-            buffers = self.adapter.bucket(action.stage)
-            handles = [self.transport.add_up(buffer, ranks) for buffer in buffers]
+            s, to = action.stage, self.transport
+            handles = [to.add_up(buffer, ranks) for buffer in self.adapter.bucket(s)]
+            handles += [to.scatter_sum(buffer, ranks) for buffer in self.adapter.scattered(s)]
             self.sums.append((action.stage, handles))
+
+        self._stamped(action, work)
+
+    def _settle_sums(self) -> None:
+        """Wait for the sums under way."""
+        for stage, handles in self.sums:
+            for handle in handles:
+                handle.wait()
+            self._stamped(Action(Kind.REDUCE, stage), partial(self._settle, stage))
+        self.sums.clear()
+
+    def _settle(self, stage: int) -> None:
+        self.adapter.unbucket(stage)
+        self.meter.settle(self.adapter.standing())
+
+    def _gather(self, action: Action) -> None:
+        ranks = self.plan.holders[action.stage]
+
+        def work() -> None:
+            buffers = self.adapter.gather(action.stage)
+            self.meter.settle(self.adapter.standing())
+            handles = [self.transport.all_gather(buffer, ranks) for buffer in buffers]
+            self.gathering[action.stage] = handles
+
+        self._stamped(action, work)
+
+    def _drop(self, action: Action) -> None:
+        for handle in self.gathering.pop(action.stage, ()):  # nothing ran in between
+            handle.wait()
+
+        def work() -> None:
+            self.adapter.drop(action.stage)
+            self.meter.settle(self.adapter.standing())
 
         self._stamped(action, work)
 
     def _finish(self) -> None:
         self.at = "the end"
         self._let_go(list(self.sending))
-        for stage, handles in self.sums:
-            for handle in handles:
-                handle.wait()
-            self._stamped(Action(Kind.REDUCE, stage), partial(self.adapter.unbucket, stage))
+        self._settle_sums()
         self.meter.settle(self.adapter.standing())
 
     # --- what was measured --------------------------------------------------------------------
@@ -229,11 +269,17 @@ class Engine:
         )
 
 
-RUN: dict[Kind, Callable[[Engine, Action], None]] = {
+Do = Callable[[Engine, Action], None]
+COMPUTE: dict[Kind, Do] = {
     Kind.FORWARD: Engine._forward,
     Kind.RECOMPUTE: Engine._recompute,
     Kind.BACKWARD: Engine._backward,
     Kind.INPUT: Engine._backward,
     Kind.WEIGHT: Engine._weight,
+}
+RUN: dict[Kind, Do] = {
+    **dict.fromkeys(COMPUTE, Engine._compute),
     Kind.REDUCE: Engine._reduce,
+    Kind.GATHER: Engine._gather,
+    Kind.DROP: Engine._drop,
 }

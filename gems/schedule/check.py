@@ -8,7 +8,17 @@ from itertools import combinations, product
 
 from gems.errors import ScheduleError, faults
 from gems.plans import Plan
-from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives
+from gems.schedule.core import (
+    TOGETHER,
+    WHOLE,
+    Action,
+    Fact,
+    Kind,
+    Message,
+    Run,
+    Schedule,
+    gives,
+)
 
 ALL = ("output", "stash", "gradient", "weight")
 
@@ -24,6 +34,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     if any(action.way for _, action in schedule):
         found += _wrong_messages(schedule, plan)
     found += _wrong_reductions(schedule, plan)
+    found += _wrong_gathers(schedule, plan)
     return found or _deadlocks(schedule, plan)
 
 
@@ -41,7 +52,7 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """
     seen: Counter[tuple[Fact, int]] = Counter()
     for rank, action in schedule:
-        if action.kind is Kind.REDUCE:
+        if action.kind in WHOLE and action.stage < plan.depth:
             continue
         if action.stage >= plan.depth or action.micro_batch >= plan.total:
             yield (
@@ -140,8 +151,7 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
     Collectives on one device pair up by order, so two ranks must not issue two of them crosswise.
     """
-    orders = [[a.stage for a in row if a.kind is Kind.REDUCE] for row in schedule.ranks]
-    if not any(orders):
+    if not any(action.kind is Kind.REDUCE for _, action in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         done: set[int] = set()
@@ -155,11 +165,36 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: one rank speaks for all that share its own.
-    speakers = {tuple(order): rank for rank, order in reversed(list(enumerate(orders)))}
+    orders = [tuple(a for a in row if a.kind in TOGETHER) for row in schedule.ranks]
+    speakers = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(speakers.items(), key=lambda kv: kv[1]), 2):
-        shared = set(one) & set(other)
-        if [s for s in one if s in shared] != [s for s in other if s in shared]:
-            yield f"ranks {a} and {b} reduce stages {sorted(shared)} in different orders"
+        stages = {x.stage for x in one} & {x.stage for x in other}
+        mine, theirs = ([x for x in order if x.stage in stages] for order in (one, other))
+        if mine != theirs:
+            gather = " and gather" if any(x.kind is Kind.GATHER for x in mine) else ""
+            yield f"ranks {a} and {b} reduce{gather} stages {sorted(stages)} in different orders"
+
+
+def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Where weights are shared out, a stage's are gathered when it runs, and dropped at the end."""
+    lowered = any(a.way or a.kind in WHOLE for _, a in schedule)
+    for rank, row in enumerate(schedule.ranks):
+        here: set[int] = set()
+        for step, action in enumerate(row):
+            s = action.stage
+            shared = plan.zero == 3 and s < plan.depth and plan.sharers(s) > 1
+            at = f"rank {rank}, step {step}: {action}"
+            if action.kind in (Kind.GATHER, Kind.DROP):
+                if not shared or s not in plan.stages_on[rank]:
+                    yield f"{at} has nothing to do: no weights of stage {s} are shared out there"
+                elif (action.kind is Kind.GATHER) == (s in here):
+                    state = "here already" if s in here else "not here"
+                    yield f"{at}, but the weights of stage {s} are {state}"
+                here ^= {s}
+            elif lowered and shared and action.computes and s not in here:
+                yield f"{at} has no weights; it wants {Action(Kind.GATHER, s)} before it"
+        if here:
+            yield f"rank {rank} never drops the weights of stages {sorted(here)}"
 
 
 def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
@@ -185,6 +220,9 @@ def _absent(run: Run, rank: int) -> Iterator[str]:
 
 
 def _spell(fact: Fact, waiting: Action) -> str:
+    if fact.what in ("gathered", "summed"):
+        kind = Kind.GATHER if fact.what == "gathered" else Kind.REDUCE
+        return f"{Action(kind, fact.stage)} on all its ranks"
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
     kinds = {"output": Kind.FORWARD, "stash": Kind.RECOMPUTE, "gradient": back}
     kind = kinds.get(fact.what, Kind.WEIGHT)

@@ -9,13 +9,16 @@ The text form is what one writes on a whiteboard, and it parses back:
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
     2R       sum the gradients of stage 2 over its holders
+    2G       gather its weights, of which each holder has a share (zero=3)
+    2D       drop all but the own share again
     2F0@1    the same, in replica 1
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -32,11 +35,18 @@ class Kind(str, Enum):
     WEIGHT = "W"
     RECOMPUTE = "R"
     REDUCE = "+"  # written 2R, without a micro-batch
+    GATHER = "G"
+    DROP = "D"
+
+
+WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D"}  # of a stage, not of a micro-batch
+TOGETHER = (Kind.REDUCE, Kind.GATHER)  # all holders of a stage take part
 
 
 class Fact(NamedTuple):
     """Something that holds once an action is done: a stage's `output`, `stash` (if it had to be
-    recomputed), `gradient` or `weight`."""
+    recomputed), `gradient` or `weight`; or, of all micro-batches, once all its holders have come
+    to it: its weights are `gathered`, its gradients `summed`."""
 
     what: str
     stage: int
@@ -64,15 +74,15 @@ class Action:
     peer: int = 0
 
     def __str__(self) -> str:
-        if self.kind is Kind.REDUCE:
-            return f"{self.stage}R"
+        if self.kind in WHOLE:
+            return f"{self.stage}{WHOLE[self.kind]}"
         to = f"{self.way}{self.peer}" if self.way else ""
         at = f"@{self.replica}" if self.replica else ""
         return f"{self.stage}{self.kind.value}{self.micro_batch}{to}{at}"
 
     @cached_property
     def computes(self) -> bool:
-        return not self.way and self.kind is not Kind.REDUCE
+        return not self.way and self.kind not in WHOLE
 
     @property
     def message(self) -> Message:
@@ -82,18 +92,18 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
-SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)R")
+SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGD])")
 
 
 def parse_action(text: str) -> Action:
     match = SPELLED.fullmatch(text)
     if not match:
         raise ScheduleError(
-            f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2F0>3 or 1R"
+            f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2F0>3, 1R or 1G"
         )
-    stage, kind, micro_batch, way, peer, replica, reduced = match.groups()
-    if reduced:
-        return Action(Kind.REDUCE, int(reduced))
+    stage, kind, micro_batch, way, peer, replica, whole, letter = match.groups()
+    if whole:
+        return Action(next(k for k, spelled in WHOLE.items() if spelled == letter), int(whole))
     return Action(
         Kind(kind), int(stage), int(micro_batch), int(replica or 0), way or "", int(peer or 0)
     )
@@ -143,7 +153,7 @@ def needs(action: Action, plan: Plan) -> tuple[Fact, ...]:
         return (Fact("gradient", s, i),)
     if action.kind is Kind.RECOMPUTE:
         return (Fact("output", s, i),)
-    if action.kind is Kind.REDUCE:
+    if action.kind in WHOLE:
         return ()  # the ranks' own order decides; `check` sees to it that nothing comes after
     own = "stash" if plan.recomputes(s, i) else "output"
     return (Fact(own, s, i), *(Fact("gradient", q, i) for q in plan.sinks[s]))
@@ -165,6 +175,54 @@ def gives(action: Action) -> tuple[Fact, ...]:
     return tuple(Fact(what, action.stage, action.micro_batch) for what in GIVES[action.kind])
 
 
+class Meetings:
+    """Sums and gathers under way. One is through when all the holders of its stage have come to it,
+    and are through with all that they began before: collectives of a device run in order."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.queues: list[deque[Action]] = [deque() for _ in range(plan.world)]
+        self.waiting: Counter[Action] = Counter()  # holders that have it at their head
+        self.begun: list[Counter[Action]] = [Counter() for _ in range(plan.world)]
+        self.ended: Counter[Action] = Counter()
+
+    def begin(self, rank: int, action: Action) -> list[Action]:
+        """A rank has come to it. Gives those that are through now, in order."""
+        self.begun[rank][action] += 1
+        self.queues[rank].append(action)
+        through: list[Action] = []
+        heads = [rank] if len(self.queues[rank]) == 1 else []
+        while heads:
+            head = self.queues[heads.pop()][0]
+            self.waiting[head] += 1
+            holders = self.plan.holders[head.stage]
+            if self.waiting[head] == len(holders):
+                del self.waiting[head]
+                self.ended[head] += 1
+                through.append(head)
+                for holder in holders:
+                    self.queues[holder].popleft()
+                heads += [holder for holder in holders if self.queues[holder]]
+        return through
+
+    def over(self, rank: int, action: Action) -> bool:
+        """Whether all of it that a rank has begun is through."""
+        return self.ended[action] >= self.begun[rank][action]
+
+
+def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
+    """The sum or gather that a rank must be through with before an action of a lowered schedule.
+
+    With shared weights each action waits for its stage's. Where gradients are shared out, a sum
+    waits for the one before it, so that no more than one stage's are there as a whole.
+    """
+    if action.computes and plan.zero == 3:
+        return Action(Kind.GATHER, action.stage)
+    if action.kind is Kind.REDUCE and plan.zero >= 2 and summed:
+        return Action(Kind.REDUCE, summed[-1])
+    return None
+
+
 class Run:
     """A schedule run without time: iterating gives (rank, action) in an order that could happen.
 
@@ -182,6 +240,10 @@ class Run:
         self.known: list[set[Fact]] = [set() for _ in schedule.ranks]
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
+        self.meets = plan.zero >= 2 and any(a.kind in TOGETHER for _, a in schedule)
+        self.meetings = Meetings(plan)
+        self.summed: list[list[int]] = [[] for _ in schedule.ranks]
+        self.through: list[Action] = []  # with the last action
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         return ((rank, action) for team, action in self.turns() for rank in team)
@@ -199,6 +261,7 @@ class Run:
                 if rank != team[0]:
                     awake[team[0]] = True
                 elif not self.absent(rank, team):
+                    self.through = []
                     for member in team:
                         self._do(member, action)
                         awake[member] = True
@@ -208,6 +271,8 @@ class Run:
 
     def _concerned(self, action: Action) -> Iterator[int]:
         """The ranks that an action may have been waited for by."""
+        for meeting in self.through:
+            yield from self.plan.holders[meeting.stage]
         if action.way == ">":
             yield from self.plan.team_for(action.peer, action.micro_batch)
         elif action.computes and not self.lowered:
@@ -233,9 +298,18 @@ class Run:
             self.sent[rank].add(action.message)
         elif action.way == "<":
             self.posted[rank].add(action.message)
+        elif self.meets and action.kind in TOGETHER:
+            self.through += self.meetings.begin(rank, action)
+            if action.kind is Kind.REDUCE:
+                self.summed[rank].append(action.stage)
 
     def missing(self, rank: int, action: Action) -> list[Fact]:
-        return [fact for fact in needs(action, self.plan) if not self._holds(rank, fact, action)]
+        facts = [fact for fact in needs(action, self.plan) if not self._holds(rank, fact, action)]
+        meeting = awaits(action, self.plan, self.summed[rank]) if self.meets else None
+        if meeting is not None and not self.meetings.over(rank, meeting):
+            what = "gathered" if meeting.kind is Kind.GATHER else "summed"
+            facts.append(Fact(what, meeting.stage, 0))
+        return facts
 
     def _holds(self, rank: int, fact: Fact, action: Action) -> bool:
         if fact.stage == action.stage:

@@ -1,8 +1,10 @@
-"""From the order of compute actions to what ranks really do: recompute, copies, messages, sums."""
+"""From the order of compute actions to what ranks really do: recompute, copies, messages, sums,
+gathers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,9 +16,13 @@ from gems.schedule.papers import sequential
 SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
 
 
-def lower(schedule: Schedule, plan: Plan) -> Schedule:
-    """The compute order of one copy, as every rank of the plan carries it out."""
-    return reduce(communicate(copies(recompute(schedule, plan), plan), plan), plan)
+def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
+    """The compute order of one copy, as every rank of the plan carries it out.
+
+    The plan may stand for so many times `more` copies on further ranks.
+    """
+    order = copies(recompute(schedule, plan), plan)
+    return share(reduce(communicate(order, plan), plan), plan, more)
 
 
 def recompute(schedule: Schedule, plan: Plan) -> Schedule:
@@ -121,7 +127,9 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
     collectives pair up by order.
     """
     finished: dict[int, int] = {}
-    for position, (_, action) in enumerate(Run(schedule, plan)):
+    done: list[list[int]] = [[] for _ in schedule.ranks]  # where each action came in this order
+    for position, (rank, action) in enumerate(Run(schedule, plan)):
+        done[rank].append(position)
         if action.computes:
             finished[action.stage] = position
     turn = sorted(finished, key=finished.__getitem__)
@@ -133,10 +141,64 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
         soonest = len(row) - 1 if plan.sums == "late" else 0
         for stage in (s for s in turn if s in plan.stages_on[rank]):
             soonest = max(soonest, last.get(stage, 0))
+            if plan.zero >= 2:
+                # The next sum waits for this one, so no rank may come to it long before others.
+                soonest = max(soonest, bisect_right(done[rank], finished[stage]) - 1)
             after[soonest].append(Action(Kind.REDUCE, stage))
         parts = ((a, *after[position]) for position, a in enumerate(row))
         lowered.append(tuple(a for part in parts for a in part))
     return Schedule(tuple(lowered))
+
+
+def share(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
+    """With zero=3, gather a stage's weights for each run of its actions, and drop them after it.
+
+    A run ends where a rank of the stage turns to another one. Weights are asked for one compute
+    action early, so that they travel while it runs: at most two stages are whole at once.
+    """
+    if plan.zero < 3:
+        return schedule
+    shared = {s for s in range(plan.depth) if more * plan.sharers(s) > 1}
+    starts = _starts(schedule, shared)
+    rows = []
+    for row in schedule.ranks:
+        count, before, after = Counter(), defaultdict(list), defaultdict(list)
+        last: tuple[int, int] = (-1, -1)  # where the compute action before was, and its stage
+        latest: dict[int, int] = {}
+        for at, action in enumerate(row):
+            if not action.computes:
+                continue
+            s = action.stage
+            if s in shared:
+                if count[s] in starts[s]:
+                    if s in latest:
+                        after[latest[s]].append(Action(Kind.DROP, s))
+                    early = last[0] if last[0] >= 0 and last[1] != s else at
+                    before[early].append(Action(Kind.GATHER, s))
+                count[s] += 1
+                latest[s] = at
+            last = (at, s)
+        for s, at in latest.items():
+            after[at].append(Action(Kind.DROP, s))
+        rows.append(tuple(a for at, b in enumerate(row) for a in (*before[at], b, *after[at])))
+    return Schedule(tuple(rows))
+
+
+def _starts(schedule: Schedule, shared: set[int]) -> dict[int, set[int]]:
+    """For each stage the numbers of its actions, counted on any of its holders, that begin a run:
+    where some holder did two other things before. All of them must gather as often. (For one, its
+    weights would be asked for again as soon as they were dropped.)"""
+    found: dict[int, set[int]] = {s: {0} for s in shared}
+    for row in schedule.ranks:
+        count, last = Counter(), {}
+        for at, action in enumerate(a for a in row if a.computes):
+            s = action.stage
+            if s in shared:
+                if at - last.get(s, at) > 2:
+                    found[s].add(count[s])
+                count[s] += 1
+                last[s] = at
+    return found
 
 
 Receipts = dict[tuple[Message, int], list[Message]]
@@ -198,4 +260,4 @@ def forward_only(plan: Plan) -> Schedule:
     """Forward of every micro-batch, for prediction: each rank in the order of samples."""
     order = sequential.order(plan.one_copy())
     forward = (tuple(a for a in row if a.kind is Kind.FORWARD) for row in order.ranks)
-    return communicate(copies(Schedule(tuple(forward)), plan), plan)
+    return share(communicate(copies(Schedule(tuple(forward)), plan), plan), plan)

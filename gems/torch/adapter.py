@@ -30,6 +30,7 @@ from gems.torch.norms import Statistics, unrecorded
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, as_it_was, snapshot, touched
+from gems.torch.shard import Shard
 from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.rule import Notes
 from gems.torch.spatial.stage import Bound
@@ -95,8 +96,23 @@ class TorchAdapter:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
-        self.weight_bytes = self.size(list(self.weights.values()))
+        self.shards = self._shared_out()
+        shared = (shard.parameters.values() for shard in self.shards.values())
+        self.in_shards = {id(p) for parameters in shared for p in parameters}
+        self.weight_bytes = self.size(
+            [t for t in self.weights.values() if id(t) not in self.in_shards]
+        )
         self.weight_storages = {storage_of(t) for t in self.weights.values()}
+
+    def _shared_out(self) -> dict[int, Shard]:
+        """The stages of this rank whose state is divided among their holders."""
+        found: dict[int, Shard] = {}
+        for stage in self.stages:
+            mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
+            if self.plan.sharers(stage) > 1 and mine:
+                holders = self.plan.holders[stage]
+                found[stage] = Shard(mine, holders, self.rank, self.plan.zero)
+        return found
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -124,14 +140,21 @@ class TorchAdapter:
                 share = 1 / self.plan.sizes[stage]
                 norms = self._norms(stage, self.of[real[0]])
                 self.statistics[stage] = Statistics(norms, len(real), share)
-        self.buckets = {
-            stage: Bucket(
-                self.parameters(stage) if update else [],
-                self.statistics[stage].sums if stage in self.statistics else [],
-            )
-            for stage in (self.stages if training else ())
-            if len(self.plan.holders[stage]) > 1
-        }
+        self.buckets: dict[int, Bucket] = {}
+        for stage in self.stages if training and self.plan.zero < 2 else ():
+            self._place(stage)
+
+    def _place(self, stage: int) -> None:
+        """Give gradients that will be summed their places, if they have none yet: before anything
+        runs, or, if they will be shared out, when the first of them comes."""
+        if stage in self.buckets or len(self.plan.holders[stage]) == 1:
+            return
+        shard = self.shards.get(stage) if self.update else None
+        self.buckets[stage] = Bucket(
+            self.parameters(stage) if self.update else [],
+            self.statistics[stage].sums if stage in self.statistics else [],
+            shard.places() if shard else None,
+        )
 
     def _cut_losses(self, real: list[int]) -> dict[int, CutLoss]:
         """The losses of outputs that are cut; refused on all ranks, before anything runs."""
@@ -410,6 +433,7 @@ class TorchAdapter:
         self, stage: int, micro_batch: int, gradients: Sequence[dict[str, Tensor]], *, whole: bool
     ) -> dict[str, Tensor]:
         i = micro_batch
+        self._place(stage)
         kept = self.kept.pop((stage, i)) if whole else self.kept[stage, i]
         summed: dict[str, Tensor] = {}
         for part in gradients:
@@ -497,16 +521,54 @@ class TorchAdapter:
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """The trainable parameters that this stage alone uses, in one order everywhere."""
-        mine = [self.weights[name] for name in self.owned.only(stage)]
-        return [p for p in mine if isinstance(p, nn.Parameter) and p.requires_grad]
+        mine = map(self._trainable, self.owned.only(stage))
+        return [p for p in mine if p is not None]
+
+    def _trainable(self, name: str) -> nn.Parameter | None:
+        p = self.weights[name]
+        return p if isinstance(p, nn.Parameter) and p.requires_grad else None
 
     def bucket(self, stage: int) -> list[Tensor]:
-        return self.buckets[stage].fill()
+        self._place(stage)
+        return self.buckets[stage].fill() + (self._shared(stage) if self.plan.zero == 1 else [])
+
+    def scattered(self, stage: int) -> list[Tensor]:
+        return self._shared(stage) if self.plan.zero > 1 else []
+
+    def _shared(self, stage: int) -> list[Tensor]:
+        return self.shards[stage].gradients if self.update and stage in self.shards else []
 
     def unbucket(self, stage: int) -> None:
-        sums = self.buckets[stage].empty()
+        sums = self.buckets.pop(stage).empty()
         if stage in self.statistics:
             self.statistics[stage].finish(sums)
+        if self.update and stage in self.shards:
+            self.shards[stage].settle()
+
+    # --- shared weights -----------------------------------------------------------------------
+
+    def gather(self, stage: int) -> list[Tensor]:
+        return self.shards[stage].gather() if stage in self.shards else []
+
+    def drop(self, stage: int) -> None:
+        if stage in self.shards:
+            self.shards[stage].release()
+
+    @contextmanager
+    def whole_weights(self, *, fetched: bool = True) -> Iterator[None]:
+        """All of this rank's weights, in which one may write; all ranks must come here, unless what
+        they are now is of no interest and need not be `fetched`."""
+        apart = [shard for shard in self.shards.values() if not shard.whole]
+        pairs = [(memory, shard.holders) for shard in apart for memory in shard.gather()]
+        for handle in [self.transport.all_gather(*pair) for pair in pairs if fetched]:
+            handle.wait()
+        try:
+            yield
+            for shard in apart:
+                shard.keep()
+        finally:
+            for shard in apart:
+                shard.release()
 
     def settle_alone(self) -> None:
         """Statistics of stages that this rank holds alone, but saw out of order."""
@@ -540,11 +602,16 @@ class TorchAdapter:
         return self.surge_bytes[stage, micro_batch]
 
     def standing(self) -> Memory:
-        gradients = self.size([p.grad for p in self.parameters_here if p.grad is not None])
+        alone = [p for p in self.parameters_here if id(p) not in self.in_shards]
+        gradients = self.size([p.grad for p in alone if p.grad is not None])
+        weights = self.weight_bytes
+        for shard in self.shards.values():
+            gradients += shard.gradient_bytes
+            weights += shard.weight_bytes
         state = self.optimizer.state.values() if self.optimizer else ()
         tensors = [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
         optimizer = sum(x.numel() * x.element_size() for x in tensors)
-        return Memory(weights=self.weight_bytes, gradients=gradients, optimizer=optimizer)
+        return Memory(weights=weights, gradients=gradients, optimizer=optimizer)
 
     def size(self, buffers: Sequence[Tensor]) -> int:
         return sum(b.numel() * b.element_size() for b in buffers)

@@ -4,12 +4,13 @@
 
 Each parameter's gradient starts as zeros in its place, and autograd adds to it there. A parameter
 that nobody gave a gradient must end without one, as in plain training: whether a gradient came is
-seen from the version of the tensor, and the flags are summed along.
+seen from the version of the tensor, and the flags are summed along. Gradients that are shared out
+(shard.py) have their places elsewhere, and only their flags here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,8 +21,15 @@ Tensor = torch.Tensor
 class Bucket:
     """Gradients of `parameters`, and tensors to be summed with them, for one step."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], beside: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        beside: Sequence[Tensor],
+        elsewhere: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """`elsewhere` has zeros for the gradients that are not kept here, by the parameter's id."""
         self.parameters, self.beside = list(parameters), list(beside)
+        elsewhere = elsewhere or {}
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
 
         def room(x: Tensor, count: int) -> tuple[Tensor, int, int]:
@@ -29,7 +37,7 @@ class Bucket:
             sizes[x.dtype, x.device] = start + count
             return x, start, count
 
-        gradients = [room(p, p.numel()) for p in self.parameters]
+        gradients = {id(p): room(p, p.numel()) for p in self.parameters if id(p) not in elsewhere}
         flags = [room(p, 1) for p in self.parameters]
         others = [room(x, x.numel()) for x in self.beside]
         memory = {
@@ -42,7 +50,8 @@ class Bucket:
             return memory[x.dtype, x.device][start : start + count].data
 
         self.places = [
-            part(*at).view(p.shape).data for at, p in zip(gradients, parameters, strict=True)
+            part(*gradients[id(p)]).view(p.shape).data if id(p) in gradients else elsewhere[id(p)]
+            for p in self.parameters
         ]
         self.flags = [part(*at) for at in flags]
         self.sums = [part(*at).view(x.shape) for at, x in zip(others, beside, strict=True)]

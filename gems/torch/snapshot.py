@@ -28,6 +28,8 @@ from gems.torch.agree import together
 from gems.torch.generators import noted, put_back
 from gems.torch.manifest import Place
 from gems.torch.optimizers import Named, by_name, give_back, kind
+from gems.torch.pieces import cut
+from gems.torch.pieces import joined as joined_states
 from gems.torch.values import decode, encode, references, same
 from gems.torch.weights import named_weights, set_extra_state
 
@@ -54,7 +56,8 @@ class Snapshot:
 def take(trainer: Trainer, extra: Any) -> Snapshot:
     """What this rank writes, and what all of them know. All ranks call it."""
     taken = Snapshot()
-    parts = together(trainer.transport, "saving", lambda: _own_part(trainer, taken, extra))
+    shared = _shared_state(trainer)
+    parts = together(trainer.transport, "saving", lambda: _own_part(trainer, taken, extra, shared))
     for rank, part in enumerate(parts):
         if not same(part["options"], parts[0]["options"]):
             raise CheckpointError(
@@ -73,7 +76,19 @@ def take(trainer: Trainer, extra: Any) -> Snapshot:
     return taken
 
 
-def _own_part(trainer: Trainer, taken: Snapshot, extra: Any) -> dict[str, Any]:
+def _shared_state(trainer: Trainer) -> dict[str, Any]:
+    """The optimizer's state of parameters that are shared out, of those that this rank writes."""
+    if trainer.optimizer is None or not trainer.plan.zero:
+        return {}
+    mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
+    return joined_states(
+        trainer.optimizer, trainer.adapter.shards.values(), trainer.transport, mine
+    )
+
+
+def _own_part(
+    trainer: Trainer, taken: Snapshot, extra: Any, shared: Mapping[str, Any]
+) -> dict[str, Any]:
     put, rank = taken.tensors, trainer.rank
     weights = named_weights(trainer.model)
     writer = writers(trainer)
@@ -96,7 +111,9 @@ def _own_part(trainer: Trainer, taken: Snapshot, extra: Any) -> dict[str, Any]:
     mine: dict[str, Tensor] = put if rank == 0 else {}  # what all have, rank 0 writes
     part["shared"] = _shared(trainer, extra if rank == 0 else None, mine)
     if trainer.optimizer is not None:
-        named = by_name(trainer.optimizer, dict(trainer._named_parameters()))
+        named = by_name(trainer.optimizer, trainer._stepped())
+        pieces = {n for shard in trainer.adapter.shards.values() for n in shard.pieces}
+        states = {n: x for n, x in named.state.items() if n not in pieces} | dict(shared)
         part["names"] = named.names
         part["options"] = encode(named.groups, "shared.groups", mine)
         part["shared"]["optimizer"] = {
@@ -106,7 +123,7 @@ def _own_part(trainer: Trainer, taken: Snapshot, extra: Any) -> dict[str, Any]:
         }
         part["state"] = {
             name: encode(x, f"optimizer.{name}", put)
-            for name, x in named.state.items()
+            for name, x in states.items()
             if writer[name] == rank
         }
     return part
@@ -280,7 +297,7 @@ def _unfit_groups(
     groups = trainer.optimizer.param_groups
     if len(groups) != len(saved):
         return [f"the optimizer has {len(saved)} groups in the checkpoint, {len(groups)} here"]
-    name_of = {id(p): name for name, p in trainer._named_parameters()}
+    name_of = {id(p): name for name, p in trainer._stepped().items()}
     group_of = {name: i for i, names in enumerate(saved) for name in names}
     return [
         f"{name} is in group {i} of the optimizer here, in group {group_of.get(name, 'none')} in "
@@ -385,15 +402,21 @@ def _put_training(
 ) -> None:
     assert trainer.optimizer is not None
     parameters: dict[str, nn.Parameter] = dict(trainer._named_parameters())
+    stepped = trainer._stepped()
     saved, taken = plain["optimizer"], set(part.weights.values())
     state = {n: decode(x, tensors) for n, x in plain["state"].items() if n in taken}
     groups, rest = decode(saved["groups"], tensors), decode(saved["rest"], tensors)
     fine = {
         n
         for k, n in part.weights.items()
-        if n in parameters and tensors[k].dtype == parameters[n].dtype
+        if n in stepped and tensors[k].dtype == parameters[n].dtype
     }
-    give_back(trainer.optimizer, parameters, Named(groups, plain["names"], state, rest), fine)
+    for shard in trainer.adapter.shards.values():
+        for name in set(state).intersection(shard.parameters):
+            whole, piece = state.pop(name), shard.pieces.get(name)
+            if piece is not None:
+                state[name] = cut(whole, parameters[name], piece)
+    give_back(trainer.optimizer, stepped, Named(groups, plain["names"], state, rest), fine)
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(decode(plain["scheduler"]["state"], tensors))
     trainer.optimizer.zero_grad(set_to_none=True)

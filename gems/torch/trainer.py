@@ -39,6 +39,7 @@ from gems.torch.halos import with_halos
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import connect, device_for
 from gems.torch.outputs import collect
+from gems.torch.pieces import share_out
 from gems.torch.profile import measure
 from gems.torch.random import key
 from gems.torch.scale import LossScale
@@ -189,6 +190,11 @@ class Trainer:
                 f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
                 f", but {self.transport.world} were started; start {plan.world}, or change the plan"
             )
+        if plan.zero and all(len(holders) == 1 for holders in plan.holders):
+            raise PlanError(
+                f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
+                "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
+            )
         stage_of = stages(plan, traced.graph, blocks, self.memory)
         plan = written(plan, traced.graph, stage_of)
         self.plan = plan = fitted(plan, traced.graph, blocks, stage_of, self._limit())
@@ -315,7 +321,7 @@ class Trainer:
         The optimizer's state is counted as it is now; it has none before the first step.
         """
         here = self.adapter.standing()
-        trained = self.adapter.size(self.adapter.parameters_here)
+        trained = self.adapter.size(list(self._stepped().values()))
         states = self.transport.gather(here.optimizer / trained if trained else 0.0)
         return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
 
@@ -323,7 +329,10 @@ class Trainer:
         if make is None:
             return None
         mine = self.parameters() or [nn.Parameter(torch.zeros(0, device=self.device))]
-        return make(mine)
+        optimizer = make(mine)
+        if self.plan.zero:
+            share_out(optimizer, self.adapter.shards.values(), self.plan.zero)
+        return optimizer
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank has."""
@@ -332,6 +341,13 @@ class Trainer:
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         held = self.adapter.held
         return [(n, p) for n, p in self.model.named_parameters() if n in held]
+
+    def _stepped(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer steps: parameters, or the pieces of them that it owns."""
+        shards = self.adapter.shards.values()
+        shared = {name for shard in shards for name in shard.parameters}
+        alone = {n: p for n, p in self._named_parameters() if n not in shared}
+        return alone | {n: piece.part for shard in shards for n, piece in shard.pieces.items()}
 
     # --- training -------------------------------------------------------------------------------
 
@@ -416,9 +432,23 @@ class Trainer:
         Between stages a gradient that does not exist travels as zeros, because receivers wait
         for it, so weights behind it were given zeros.
         """
+        shared = {n for shard in self.adapter.shards.values() for n in shard.parameters}
         for name, p in self._named_parameters():
-            if p.grad is not None and name not in self.trained and not p.grad.any():
+            if name in shared or p.grad is None or name in self.trained:
+                continue
+            if not p.grad.any():
                 p.grad = None
+        for shard in self.adapter.shards.values():
+            doubted = [name for name in shard.parameters if name not in self.trained]
+            if not doubted:
+                continue
+            parts = [shard.pieces[n].part if n in shard.pieces else None for n in doubted]
+            grads = [None if part is None else part.grad for part in parts]
+            there = torch.tensor([float(g is not None and bool(g.any())) for g in grads])
+            self.transport.add_up(there, shard.holders).wait()
+            for part, one in zip(parts, there.tolist(), strict=True):
+                if part is not None and not one:
+                    part.grad = None
         self.trained.clear()
 
     def _sum_tied(self) -> None:
@@ -436,8 +466,10 @@ class Trainer:
     def _square_norm(self) -> float:
         """Of the gradients that this rank is the first to have, so that each counts once."""
         total = 0.0
-        for name, p in self._named_parameters():
-            if p.grad is not None and self.owned.holders[name][0] == self.rank:
+        pieces = {n for shard in self.adapter.shards.values() for n in shard.pieces}
+        for name, p in self._stepped().items():
+            mine = name in pieces or self.owned.holders[name][0] == self.rank
+            if p.grad is not None and mine:
                 total += float(p.grad.detach().double().square().sum())
         return total
 
@@ -448,17 +480,31 @@ class Trainer:
             overflowed = not math.isfinite(norm)
             self.scale.update(overflowed)
             if overflowed:
-                self.optimizer.zero_grad(set_to_none=True)
+                self._forget_gradients()
                 return False
         if self.clip is not None and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)
         if factor != 1.0:
-            for p in self.parameters():
+            for p in self._stepped().values():
                 if p.grad is not None:
                     p.grad.mul_(factor)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
+        self._gather_updated()
         return True
+
+    def _forget_gradients(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        for shard in self.adapter.shards.values():
+            shard.forget()
+
+    def _gather_updated(self) -> None:
+        """Each holder has stepped its part of the weights; where all keep them, all get them."""
+        shards = [shard for shard in self.adapter.shards.values() if shard.whole]
+        pairs = [(memory, shard.holders) for shard in shards for memory in shard.gather()]
+        for handle in [self.transport.all_gather(*pair) for pair in pairs]:
+            handle.wait()
 
     def _step_scheduler(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -490,12 +536,16 @@ class Trainer:
         All ranks must call it.
         """
         self._refuse_closed()
-        return whole_state(self.model, self.owned, self.first_name, self.minders, self.transport)
+        with self.adapter.whole_weights():
+            return whole_state(
+                self.model, self.owned, self.first_name, self.minders, self.transport
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
         from a file."""
-        load_state(self.model, state, self.owned.on(self.rank), self.first_name)
+        with self.adapter.whole_weights(fetched=False):
+            load_state(self.model, state, self.owned.on(self.rank), self.first_name)
 
     def save(self, path: str | Path, *, extra: Any = None, keep: int = 0) -> Path:
         """Write a checkpoint of all that training goes on from; all ranks must call it.
@@ -512,7 +562,8 @@ class Trainer:
         )  # loads DCP, for which those who do not save need not wait
 
         self._refuse_closed()
-        return checkpoint.save(self, path, extra, keep)
+        with self.adapter.whole_weights():
+            return checkpoint.save(self, path, extra, keep)
 
     def load(self, path: str | Path, *, strict: bool = True) -> Any:
         """Go on from a checkpoint, saved under this or any other plan; gives its `extra`.
@@ -526,7 +577,8 @@ class Trainer:
         from gems.torch import checkpoint
 
         self._refuse_closed()
-        return checkpoint.load(self, path, strict)
+        with self.adapter.whole_weights():
+            return checkpoint.load(self, path, strict)
 
     def export(self, path: str | Path) -> Path:
         """Write the plain model's state dict as `.pt` or `.safetensors`; all ranks must call it."""

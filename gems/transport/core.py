@@ -39,6 +39,15 @@ class Transport(Protocol):
         """Sum `buffer` over `ranks`, in place, the same bits on all of them."""
         ...
 
+    def scatter_sum(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        """Sum `buffer`, whose length is a multiple of the ranks', so that each of them has its own
+        part of the sum, in its place; the other parts are nobody's business after that."""
+        ...
+
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        """Fill `buffer`, whose length is a multiple of the ranks', with each one's own part."""
+        ...
+
     def broadcast(self, buffer: Any, source: int) -> None: ...
 
     def gather(self, thing: Any) -> list[Any]:
@@ -50,6 +59,13 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def own_part(buffer: Any, rank: int, ranks: tuple[int, ...]) -> Any:
+    """The part of a flat buffer that is a rank's own, among those that share it."""
+    width = len(buffer) // len(ranks)
+    at = ranks.index(rank) * width
+    return buffer[at : at + width]
 
 
 class Done:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gems.errors import GemsError, PeerError
-from gems.transport.core import Done, Handle, Link
+from gems.transport.core import Done, Handle, Link, own_part
+
+Finish = Callable[[list[Any]], Any]
 
 
 class World:
@@ -77,16 +79,16 @@ class _Arrival:
 
 
 class _Meeting:
-    """A sum that all members must reach; the last one in adds up, in the order of ranks."""
+    """What all members must reach. Each makes what it wants of all that was brought."""
 
-    def __init__(self, local: Local, buffer: Any, ranks: tuple[int, ...]) -> None:
-        self.local, self.buffer, self.ranks = local, buffer, ranks
+    def __init__(self, local: Local, brought: Any, ranks: tuple[int, ...], then: Finish) -> None:
+        self.local, self.ranks, self.then = local, ranks, then
         shared = local.shared
         with shared.changed:
             self.key = (ranks, local.meetings[ranks])
             local.meetings[ranks] += 1
             parts = shared.meetings.setdefault(self.key, {})
-            parts[local.rank] = buffer.clone()
+            parts[local.rank] = brought.clone()
             shared.changed.notify_all()
 
     def wait(self) -> None:
@@ -94,10 +96,15 @@ class _Meeting:
         with shared.changed:
             parts = shared.meetings[self.key]
             shared.wait_for(lambda: all(r in parts for r in self.ranks), self.local.rank)
-            total = parts[self.ranks[0]].clone()
-            for rank in self.ranks[1:]:
-                total.add_(parts[rank])
-            self.buffer.copy_(total)
+            self.then([parts[rank] for rank in self.ranks])
+
+
+def _added(parts: list[Any]) -> Any:
+    """In the order of ranks, so that all of them come to the same bits."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
 
 
 class Local:
@@ -121,7 +128,29 @@ class Local:
         return _Arrival(self, buffer, source, channel)
 
     def add_up(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
-        return _Meeting(self, buffer, ranks) if len(ranks) > 1 else Done()
+        if len(ranks) < 2:
+            return Done()
+        return _Meeting(self, buffer, ranks, lambda parts: buffer.copy_(_added(parts)))
+
+    def scatter_sum(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        if len(ranks) < 2:
+            return Done()
+
+        def finish(parts: list[Any]) -> None:
+            mine = [own_part(part, self.rank, ranks) for part in parts]
+            own_part(buffer, self.rank, ranks).copy_(_added(mine))
+
+        return _Meeting(self, buffer, ranks, finish)
+
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        if len(ranks) < 2:
+            return Done()
+
+        def finish(parts: list[Any]) -> None:
+            for rank, part in zip(ranks, parts, strict=True):
+                own_part(buffer, rank, ranks).copy_(part)
+
+        return _Meeting(self, own_part(buffer, self.rank, ranks), ranks, finish)
 
     def broadcast(self, buffer: Any, source: int) -> None:
         things = self.gather(buffer.clone() if self.rank == source else None)

@@ -24,9 +24,12 @@ import torch
 import torch.distributed as dist
 
 from gems.errors import PeerError
-from gems.transport.core import Done, Handle, Link
+from gems.transport.core import Done, Handle, Link, own_part
 from gems.transport.sockets import hang_up, open_sockets
 
+# As torch calls them since 2.13, or did before.
+GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 TAGS = 1 << 20  # per channel
 SAME = "All ranks must be given the same model, sample and plan"
 Lost = Callable[[str, BaseException], PeerError]
@@ -133,6 +136,41 @@ class TorchDist:
         try:
             work = dist.all_reduce(buffer, group=group, async_op=True)
             return _Work(work, what, self._lost, buffer)
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+
+    def scatter_sum(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+        """gloo's own reduce-scatter takes longer than its all-reduce (3 ranks, 12 MB on two busy
+        cores: 103 ms and 61 ms), so only NCCL's is used."""
+        if len(ranks) < 2 or self.backend != "nccl":
+            return self.add_up(buffer, ranks)
+        what = f"summing shares on rank {self.rank} over ranks {_listed(ranks)}"
+        part = own_part(buffer, self.rank, ranks)
+        return self._collective(what, SCATTER, part, buffer, ranks)
+
+    def all_gather(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+        if len(ranks) < 2:
+            return Done()
+        what = f"gathering shares on rank {self.rank} from ranks {_listed(ranks)}"
+        host = self._host(buffer)
+        if host is not buffer:
+            own_part(host, self.rank, ranks).copy_(own_part(buffer, self.rank, ranks))
+        after = None if host is buffer else lambda: buffer.copy_(host, non_blocking=True)
+        return self._collective(what, GATHER, host, own_part(host, self.rank, ranks), ranks, after)
+
+    def _collective(
+        self,
+        what: str,
+        collective: Any,
+        into: torch.Tensor,
+        given: torch.Tensor,
+        ranks: tuple[int, ...],
+        after: Any = None,
+    ) -> Handle:
+        """One of torch's that read and write parts of the same memory."""
+        try:
+            work = collective(into, given, group=self.groups[ranks], async_op=True)
+            return _Work(work, what, self._lost, (into, given), after)
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
