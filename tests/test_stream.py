@@ -176,13 +176,13 @@ def test_what_needs_the_whole_image_is_refused_before_anything_runs(kind: str) -
 
 
 def test_a_plan_says_what_cannot_be_streamed() -> None:
-    with pytest.raises(PlanError, match="stage 0 streams 2x2 .* cut over 4 .*leave one"):
+    with pytest.raises(PlanError, match=r"stage 0 streams 2x2 .* cut over 4 .*leave one"):
         Plan(stages=2, stream="2x2", spatial="2x2")
     with pytest.raises(PlanError, match="keep says 'except-last'; say 'inputs'"):
         Plan(stages=2, stream="2x2", keep="except-last")
     with pytest.raises(PlanError, match="2 grids for 1 stages"):
         Plan(stream=["2x2", "2x2"])
-    with pytest.raises(PlanError, match="local_dp=2 .* all 1 stream"):
+    with pytest.raises(PlanError, match=r"local_dp=2 .* all 1 stream"):
         Plan(stream="2x2", local_dp=2)
     with pytest.raises(PlanError, match="streams 0x2"):
         Plan(stream=(0, 2))
