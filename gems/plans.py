@@ -276,7 +276,7 @@ class Plan:
 
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
-        """How each stage is cut: into tiles if spatial, not at all if it streams, else into slices."""
+        """How each stage is cut: into tiles, not at all if it streams, or into slices."""
         first = tuple(Grid(tiles=tiles) for tiles in tiles_of(self.spatial))
         first += (Grid(),) * (len(tiles_of(self.stream)) - len(first))
         return first + (Grid(self.local_dp),) * (self.depth - len(first))
