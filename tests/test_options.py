@@ -22,6 +22,7 @@ from gems.data.sample import Sample, sample_slides
 from gems.data.slides import Slides
 from gems.data.synthetic import Synthetic
 from gems.data.volumes import Volumes
+from gems.errors import GemsError
 from gems.files import from_json, to_json, write
 from gems.plans import Plan
 from gems.schedule.build import lowered
@@ -257,7 +258,8 @@ def test_slides_that_cannot_be_read_are_skipped_or_stop_the_run(
     given = ["--app", "medical", "--datapath", tmp_path, "--image-size", 128]
     source: Any = source_from(parsed(*given))
     assert [p.name for p in source.unreadable] == ["bad.tif"]
-    assert main(["train", *map(str, given), "--bad-slides", "stop", "--num-classes", "2"]) == 1
+    with pytest.raises(GemsError, match="slides cannot be read"):
+        source_from(parsed(*given, "--bad-slides", "stop"))
 
 
 @shows("--samples", "--task", "--held-out")

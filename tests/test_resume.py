@@ -159,8 +159,21 @@ def test_a_damaged_newest_checkpoint_is_passed_over_or_refused(
     assert "is damaged" in said and "another checksum" in said and "take another" in said
 
 
+@pytest.mark.parametrize("end", [["--num-epochs", 1], ["--num-epochs", 2, "--steps", 3]])
+def test_a_run_killed_between_its_last_checkpoint_and_the_verdict_gets_one(
+    end: list[Any], tmp_path: Path
+) -> None:
+    """There was no step left to draw, which was an error; or nobody judged."""
+    whole = trained(tmp_path / "whole", *end)
+    begun = ["--save", "--save-every", 3, "--keep-checkpoints", 0]
+    trained(tmp_path, *begun, "--num-epochs", 2)
+    for name in Run(tmp_path).checkpoints:
+        if name != "step-000003":  # written after the last step of an epoch, before its verdict
+            shutil.rmtree(tmp_path / "checkpoints" / name)
+    assert story(trained(tmp_path, *begun, *end, "--resume")) == story(whole)
+
+
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(tmp_path: Path) -> None:
-    """A run that was killed between its last checkpoint and the verdict could not be finished."""
     whole = trained(tmp_path, "--save", "--save-every", 3)
     told = story(whole)
     assert story(trained(tmp_path, "--save", "--save-every", 3, "--resume")) == told

@@ -206,17 +206,22 @@ class Job:
                     self._save()
                 if self._enough():
                     break
-            if self.within == self.batches.steps:
-                self.epoch, self.within = self.epoch + 1, 0
+            self._turn()
             if (over := not self._unfinished()) and self.pace.steps:
                 self.timeline = self.trainer.timeline()
             self._judge()
             if not every or over:
                 self._save()
         if self.judged != self.trainer.steps:  # the last checkpoint was written before the verdict
+            self._turn()
             self._judge()
             self._save()
         return False
+
+    def _turn(self) -> None:
+        """To the next epoch, if this one is over."""
+        if self.within == self.batches.steps:
+            self.epoch, self.within = self.epoch + 1, 0
 
     def _enough(self) -> bool:
         """Whether --steps have been done."""
