@@ -71,3 +71,9 @@ def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
         ]
         if grid.tiles and grid.size > 1 and cut:
             yield f"stage {stage} is cut {grid}, but {cut[0]} cannot be; end it before that"
+    for block, stage in zip(graph.blocks, stage_of, strict=True):
+        if plan.streams[stage] and not block.streams:
+            yield (
+                f"stage {stage} streams, but {block.name} needs the whole image; end it before that"
+            )
+            break

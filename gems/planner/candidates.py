@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from gems.graph import Graph
 from gems.grid import square
@@ -40,6 +41,36 @@ def recomputing(choice: Choice) -> Iterator[Choice]:
     if plan.depth > 1 and plan.schedule not in BY_SAMPLE:
         yield Choice(family, replace(plan, keep=_inputs(plan)))
     yield Choice(family, replace(plan, keep="auto"))
+
+
+def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
+    """The first blocks of the model over parts of the image, one after the other: on every rank of
+    its own, or on the first rank of a pipeline."""
+    reach = sum(1 for _ in takewhile(lambda b: b.streams, graph.blocks))
+    rest = len(graph.blocks) - reach
+    for copies in _divisors(ranks) if reach else ():
+        p, m = ranks // copies, micro_batches // copies
+        if micro_batches % copies or not 0 <= p - 1 <= rest:
+            continue
+        few = p == 1
+        for blocks in _parts(graph):
+            plan = Plan(
+                stages=(2 if rest else 1) if few else p,
+                ranks=p,
+                schedule="sequential" if few else "1f1b",
+                micro_batches=m,
+                stream=(blocks,),
+                data=copies,
+            )
+            yield Choice("streaming" if few else "streaming, then pipeline", plan)
+
+
+def _parts(graph: Graph) -> Iterator[tuple[int, ...]]:
+    """Grids of blocks in time, square, with no fewer than a few cells to a block."""
+    shape = graph.value[graph.inputs[0]].shape[2:]
+    for times in range(1, 10):
+        if 2**times * 16 <= min(shape):
+            yield (2**times,) * len(shape)
 
 
 def _inputs(plan: Plan) -> Keep:

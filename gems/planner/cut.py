@@ -208,20 +208,25 @@ def by_weight(
     block that parts of the image cannot pass one after the other. If a stage keeps `keeps[s]`
     micro-batches for backward, and must do with `cap` bytes, time is evened out under that.
     """
-    whole = next((i for i, b in enumerate(graph.blocks) if b.whole), len(graph.blocks))
-    stage_of = _even(graph, costs, range(len(graph.blocks)), parts, what, speeds, keeps, cap)
+    blocks = len(graph.blocks)
+    whole = next((i for i, b in enumerate(graph.blocks) if b.whole), blocks)
     if streamed:
         spatial = streamed
-        whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), len(graph.blocks))
-    elif not spatial or all(stage >= spatial for stage in stage_of[whole:]):
-        return stage_of
-    if whole < spatial or parts == spatial or len(graph.blocks) - whole < parts - spatial:
-        return stage_of  # who cuts the stages refuses it, and knows why
+        whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), blocks)
+        split = spatial <= whole and parts - spatial <= blocks - whole and parts > spatial
+        stage_of = [] if split else _even(graph, costs, range(blocks), parts, what, speeds, keeps)
+    else:
+        stage_of = _even(graph, costs, range(blocks), parts, what, speeds, keeps, cap)
+        inside = all(stage >= spatial for stage in stage_of[whole:])
+        split = spatial and not inside and whole >= spatial and parts > spatial
+    if not split:
+        return stage_of  # if it cannot be, who cuts the stages refuses it, and knows why
     sizes = list(speeds or (1,) * parts)
     kept = list(keeps or (1.0,) * parts)
-    first = _even(graph, costs, range(whole), spatial, what, sizes[:spatial], kept[:spatial], cap)
+    room = None if streamed else cap  # a streamed stage keeps next to nothing
+    first = _even(graph, costs, range(whole), spatial, what, sizes[:spatial], kept[:spatial], room)
     rest = _even(
-        graph, costs, range(whole, len(graph.blocks)), parts - spatial, what, sizes[spatial:],
+        graph, costs, range(whole, blocks), parts - spatial, what, sizes[spatial:],
         kept[spatial:], cap,
     )  # fmt: skip
     return first + [spatial + stage for stage in rest]
@@ -235,7 +240,7 @@ def _even(
     what: str,
     speeds: Sequence[int] | None,
     keeps: Sequence[float] | None,
-    cap: float | None,
+    cap: float | None = None,
 ) -> list[int]:
     """The same for a run of blocks, counting its stages from 0."""
     stash = _stash(graph)[blocks.start : blocks.stop]

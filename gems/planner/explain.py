@@ -7,6 +7,7 @@ from itertools import groupby
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
+from gems.grid import Grid
 from gems.planner.search import Candidate, Found, largest_kind
 from gems.plans import BIDIRECTIONAL, Plan
 
@@ -18,8 +19,15 @@ def describe(plan: Plan) -> str:
     stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
     cut = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
     ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
-    keeps = f", keeps {kept(plan)}" if less(plan) else ""
-    return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}{keeps}"
+    rest = f", keeps {kept(plan)}" if less(plan) else ""
+    if plan.stream:
+        rest += f", streams {streams(plan)}"
+    return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}{rest}"
+
+
+def streams(plan: Plan) -> str:
+    """The blocks that its first stages run one after the other."""
+    return ", ".join(str(Grid(tiles=blocks)) for blocks in plan.streams if blocks)
 
 
 def less(plan: Plan) -> bool:
@@ -73,6 +81,8 @@ def explain(found: Found, samples: int = 1) -> str:
     lines = [head, table(rows.values(), COLUMNS).rstrip()]
     if best and less(best[0].plan):
         lines.append(bought(found))
+    if best and best[0].plan.stream:
+        lines.append(streaming_bought(found))
     lines += [
         f"not possible: {family}: {_first_line(why)}"
         for family, why in found.refused
@@ -96,6 +106,15 @@ def bought(found: Found) -> str:
         text += f" where keeping all takes {size(least[0].bytes)} or more"
         return f"{text}, for at most {max(more, 0):.0%} more time"
     return text
+
+
+def streaming_bought(found: Found) -> str:
+    """What the best plan gains by running one part of the image after the other."""
+    best = found.best
+    others = [c.bytes for c in (*found.fitting, *found.rest) if not c.plan.stream]
+    others += [p.bytes for p in found.pruned if not p.plan.stream]
+    text = f"streaming {streams(best.plan)} blocks: {size(best.bytes)} are enough"
+    return f"{text} where the leanest without takes {size(min(others))}" if others else text
 
 
 def _twins(plan: Plan, other: Plan) -> bool:

@@ -47,6 +47,9 @@ def fitted(
     for stage, keep in enumerate(plan.keeps):
         if keep != "auto":
             continue
+        if plan.streams[stage]:  # which keeps no more, whatever room there is
+            keeps[stage] = "inputs"
+            continue
         on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
         room = memory - sum(standing[s] for s in on) - max(workspace[s] for s in on)
         share = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none

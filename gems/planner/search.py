@@ -12,7 +12,7 @@ from gems.errors import PlanError
 from gems.graph import Graph
 from gems.machine import Machine
 from gems.planner.assign import stages, written
-from gems.planner.candidates import Choice, choices, recomputing
+from gems.planner.candidates import Choice, choices, recomputing, streaming
 from gems.planner.coarse import coarse, finer
 from gems.planner.room import fitted
 from gems.planner.underway import held, kept
@@ -117,9 +117,9 @@ def search(
 ) -> Found:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
-    What does not fit is tried again with less kept for backward, and so is everything where memory
-    is the objective. If any plan that fits is `enough`, stop at the first. Without `prune`, none is
-    left out.
+    What does not fit is tried again with less kept for backward, and if nothing fits then, one part
+    of the image after the other; where memory is the objective, all of that is. If any plan that
+    fits is `enough`, stop at the first. Without `prune`, none is left out.
     """
     fine = graph
     graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks))
@@ -159,6 +159,8 @@ def search(
     options = list(choices(graph, wish.ranks, wish.micro_batches))
     large = list(dict.fromkeys(tried(options)))
     tried(less for choice in (large if by_time else options) for less in recomputing(choice))
+    if not (fitting and (by_time or enough)):
+        tried(streaming(graph, wish.ranks, wish.micro_batches))
     return Found(
         wish,
         tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
@@ -213,7 +215,8 @@ def _cut(
         order = None if cap is None else (plan.schedule, plan.micro_batches, plan.placement)
         if plan.keep == "auto":  # what is kept hangs on how many micro-batches are under way
             order = (plan.schedule, plan.micro_batches, plan.placement)
-        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep, cap, order)
+        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep)
+        shape += (plan.stream, cap, order)
         if shape not in known:
             stage_of = stages(plan, graph, costs, cap)
             _refuse_whole(plan, graph, stage_of)
@@ -232,6 +235,8 @@ def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
         grid = plan.grids[stage]
         if block.whole and grid.tiles and grid.size > 1:
             raise PlanError(f"{block.name} cannot be cut, and stage {stage} would be")
+        if plan.streams[stage] and not block.streams:
+            raise PlanError(f"{block.name} needs the whole image, and stage {stage} would stream")
 
 
 def _state(cost: Cost, wish: Wish) -> float:
