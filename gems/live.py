@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gems.costs import Costs
 from gems.plans import Plan
-from gems.schedule.core import Action, Kind, Message, Schedule
+from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Memory, Meter
+from gems.zero import Share, share
 
 Row = list[Memory]  # right after each action
 
 
 def live(
-    schedule: Schedule, plan: Plan, costs: Costs, state: float = 2.0
+    schedule: Schedule, plan: Plan, costs: Costs, state: float = 2.0, copies: int = 1
 ) -> list[tuple[Row, Meter]]:
     """For each rank its live bytes after every action, and the meter that knows the peak.
 
-    `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum.
+    `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
+    plan may stand for so many `copies` of it on further ranks.
     """
     proofs = receipts(schedule, plan)
     return [
-        _Rank(rank, plan, costs, state, proofs[rank]).run(row)
+        _Rank(rank, plan, costs, state, proofs[rank], copies).run(row)
         for rank, row in enumerate(schedule.ranks)
     ]
 
@@ -31,22 +32,32 @@ def live(
 class _Rank:
     """One rank's account. The engine does the same with tensors: see gems/engine/loop.py."""
 
-    def __init__(self, rank: int, plan: Plan, costs: Costs, state: float, proofs: Receipts) -> None:
+    def __init__(
+        self, rank: int, plan: Plan, costs: Costs, state: float, proofs: Receipts, copies: int
+    ) -> None:
         self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
-        mine = [costs[s] for s in plan.stages_on[rank]]
-        # Where several ranks hold a stage, gradients have their place from the start.
-        self.gradients = {
-            s: costs[s].gradients for s in plan.stages_on[rank] if len(plan.holders[s]) > 1
-        }
-        self.standing = Memory(
-            weights=round(sum(c.weights for c in mine)),
-            gradients=round(sum(self.gradients.values())),
-            optimizer=round(state * sum(c.gradients for c in mine)),
-        )
-        self.meter = Meter(self.standing)
+        self.shares: dict[int, Share] = {}
+        self.gradients: dict[int, float] = {}
+        for s in plan.stages_on[rank]:
+            holders, place = len(plan.holders[s]) * copies, plan.holders[s].index(rank)
+            self.shares[s] = share(costs[s], plan.zero, holders, place)
+            # Where several ranks hold a stage, gradients have their place from the start, unless
+            # they are shared out.
+            if len(plan.holders[s]) > 1 and plan.zero < 2:
+                self.gradients[s] = self.shares[s].gradients
+        self.gathered: set[int] = set()
+        self.summing: int | None = None  # the stage whose gradients are on their way
+        self.optimizer = round(state * sum(mine.optimizer for mine in self.shares.values()))
+        self.meter = Meter(self._standing())
         self.at_hand: dict[Message, int] = {}
         self.inbox: dict[Message, dict[int, int]] = {}
         self.sending: dict[tuple[Message, int], int] = {}
+
+    def _standing(self) -> Memory:
+        weights = sum(mine.weights for mine in self.shares.values())
+        weights += sum(self.shares[s].gathered for s in self.gathered)
+        gradients = sum(self.gradients.values())
+        return Memory(round(weights), round(gradients), self.optimizer)
 
     def run(self, row: Sequence[Action]) -> tuple[Row, Meter]:
         found = []
@@ -66,8 +77,24 @@ class _Rank:
             self._recompute(action.stage)
         elif action.kind is Kind.WEIGHT:
             self._release(action.stage)
-        elif action.kind is not Kind.REDUCE:
+        elif action.kind in WHOLE:
+            self._share(action)
+        else:
             self._backward(action)
+
+    def _share(self, action: Action) -> None:
+        """A sum, or weights that come or go."""
+        if action.kind is Kind.GATHER:
+            self.gathered.add(action.stage)
+        elif action.kind is Kind.DROP:
+            self.gathered.remove(action.stage)
+        elif self.plan.zero < 2:
+            return
+        else:
+            if self.summing is not None:
+                self.gradients[self.summing] = self.shares[self.summing].summed
+            self.summing = action.stage
+        self.meter.settle(self._standing())
 
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
@@ -87,6 +114,8 @@ class _Rank:
         s, i = action.stage, action.micro_batch
         for sink in self.plan.sinks[s]:
             self._take(Message("gradient", sink, s, i))
+        if self.plan.zero > 1:
+            self.gradients[s] = self.shares[s].gradients
         self.meter.surge(round(self.costs[s].surge))
         if action.kind is Kind.BACKWARD:
             self._release(s)
@@ -95,11 +124,8 @@ class _Rank:
 
     def _release(self, stage: int) -> None:
         self.meter.release(round(self.costs[stage].stash))
-        if stage not in self.gradients:
-            self.gradients[stage] = self.costs[stage].gradients
-            total = round(sum(self.gradients.values()))
-            self.standing = replace(self.standing, gradients=total)
-        self.meter.settle(self.standing)
+        self.gradients.setdefault(stage, self.shares[stage].gradients)
+        self.meter.settle(self._standing())
 
     # --- messages -------------------------------------------------------------------------------
 

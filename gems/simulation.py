@@ -1,6 +1,6 @@
 """Lay a schedule out in time: each rank runs its order, each action waits for what it needs.
 
-A rank computes, each link carries one message after the other, and a rank's sums of gradients
+A rank computes, each link carries one message after the other, and a rank's sums and gathers
 queue beside both: three kinds of lanes that work at the same time.
 """
 
@@ -9,19 +9,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from graphlib import TopologicalSorter
-from itertools import pairwise
 
 from gems.costs import Costs
 from gems.errors import ScheduleError
 from gems.live import live
 from gems.machine import Link, Machine
 from gems.plans import Plan
-from gems.schedule.core import Action, Fact, Kind, Message, Run, Schedule, gives, needs
+from gems.schedule.core import (
+    TOGETHER,
+    Action,
+    Fact,
+    Kind,
+    Meetings,
+    Message,
+    Run,
+    Schedule,
+    awaits,
+    gives,
+    needs,
+)
 from gems.timeline import Event, Timeline
 
 Seconds = Callable[[int, Action], float]
 Travel = Callable[[Message, tuple[int, int]], float]
+Meet = Callable[[Action], float]
 
 
 def simulate(
@@ -34,10 +45,10 @@ def simulate(
 ) -> Timeline:
     """The timeline of a step if stages cost what `costs` says, with live bytes over time.
 
-    Messages and sums go over one link, or over those of a machine; without either, messages take
-    what `costs` says and sums nothing. `state` is the optimizer's, in units of the gradients. The
-    plan may stand for so many `copies` of it on further ranks: their steps are the same, but sums
-    go over all of them.
+    Messages, sums and gathers go over one link, or over those of a machine; without either,
+    messages take what `costs` says and the others nothing. `state` is the optimizer's, in units of
+    the gradients. The plan may stand for so many `copies` of it on further ranks: their steps are
+    the same, but sums and gathers go over all of them.
     """
 
     def seconds(rank: int, action: Action) -> float:
@@ -51,23 +62,30 @@ def simulate(
         link = over.link_of(*ranks) if isinstance(over, Machine) else over
         return link.seconds(costs.part(*message[:3]))
 
-    laid = _Laid(schedule, plan, seconds, travel)
-    sums = laid.summed(lambda stage: _sum_seconds(stage, plan, costs, over, copies))
-    return replace(laid.timeline("simulated", sums), **laid.bytes(costs, state))
+    def meet(meeting: Action) -> float:
+        return _meeting_seconds(meeting, plan, costs, over, copies)
+
+    laid = _Laid(schedule, plan, seconds, travel, meet)
+    return replace(laid.timeline("simulated", laid.met), **laid.bytes(costs, state, copies))
 
 
-def _sum_seconds(
-    stage: int, plan: Plan, costs: Costs, over: Link | Machine | None, copies: int
+def _meeting_seconds(
+    meeting: Action, plan: Plan, costs: Costs, over: Link | Machine | None, copies: int
 ) -> float:
-    """Of a stage's gradients, over all ranks that hold it."""
+    """Of a stage's gradients or weights, over all ranks that hold it.
+
+    To sum for everyone is to sum in parts and to gather them, each half of it. With zero=1 or 2 the
+    parts are gathered after the update, which counts as the end of the sum; with 3, when needed.
+    """
     firsts = range(0, copies * plan.world, plan.world)
-    ranks = [first + rank for first in firsts for rank in plan.holders[stage]]
-    size = costs[stage].gradients
+    ranks = [first + rank for first in firsts for rank in plan.holders[meeting.stage]]
+    size = costs[meeting.stage].gradients
     if over is None or len(ranks) == 1:
         return 0.0
+    part = 0.5 if plan.zero == 3 else 1.0
     if isinstance(over, Machine):
-        return over.allreduce_seconds(size, ranks)
-    return over.allreduce_seconds(size, len(ranks))
+        return part * over.allreduce_seconds(size, ranks)
+    return part * over.allreduce_seconds(size, len(ranks))
 
 
 def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
@@ -80,7 +98,7 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
     def seconds(rank: int, action: Action) -> float:
         return cpu.get((rank, str(action)), 0.0)
 
-    laid = _Laid(schedule, plan, seconds, lambda message, ranks: 0.0)
+    laid = _Laid(schedule, plan, seconds, lambda message, ranks: 0.0, lambda meeting: 0.0)
     sums = [event for event in laid.events if event.action.endswith("R")]
     return replace(laid.timeline("virtual", sums), peaks=timeline.peaks, stashes=timeline.stashes)
 
@@ -91,14 +109,22 @@ class _Laid:
     A team begins together, when all its ranks are free and have what they need.
     """
 
-    def __init__(self, schedule: Schedule, plan: Plan, seconds: Seconds, travel: Travel) -> None:
-        self.schedule, self.plan, self.travel = schedule, plan, travel
+    def __init__(
+        self, schedule: Schedule, plan: Plan, seconds: Seconds, travel: Travel, meet: Meet
+    ) -> None:
+        self.schedule, self.plan, self.travel, self.meet = schedule, plan, travel, meet
         self.free: dict[int, float] = defaultdict(float)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.known: dict[tuple[int, Fact], float] = {}
         self.arrived: dict[tuple[tuple[int, int], Message], float] = {}
         self.sent: list[tuple[tuple[int, int], Message]] = []
         self.events: list[Event] = []
+        self.meetings = Meetings(plan)
+        self.reached: dict[Action, dict[int, float]] = defaultdict(dict)
+        self.busy: dict[int, float] = defaultdict(float)  # with sums and gathers
+        self.through: dict[tuple[int, Action], float] = {}
+        self.summed: dict[int, list[int]] = defaultdict(list)
+        self.met: list[Event] = []
         self.stops: list[list[float]] = [[] for _ in schedule.ranks]
         run = Run(schedule, plan)
         for team, action in run.turns():
@@ -114,7 +140,9 @@ class _Laid:
     def _ready(self, rank: int, action: Action) -> float:
         """When a rank is free and has all that an action needs."""
         arrivals = (self._arrival(rank, action, fact) for fact in needs(action, self.plan))
-        return max((self.free[rank], *arrivals))
+        meeting = awaits(action, self.plan, self.summed[rank])
+        met = 0.0 if meeting is None else self.through.get((rank, meeting), 0.0)
+        return max((self.free[rank], met, *arrivals))
 
     def _arrival(self, rank: int, action: Action, fact: Fact) -> float:
         """A part of another rank holds when its message to this very stage is there, if any is."""
@@ -131,6 +159,8 @@ class _Laid:
             self.events.append(Event(rank, str(action), start, stop, stop - start))
         for fact in gives(action):
             self.known[rank, fact] = stop
+        if action.kind in TOGETHER:
+            self._meet(rank, action, stop)
         if action.way == ">":
             message = action.message
             others = (r for r in self.plan.team_for(action.peer, action.micro_batch) if r != rank)
@@ -139,36 +169,26 @@ class _Laid:
                 self.arrived[link, message] = self.link_free[link]
                 self.sent.append((link, message))
 
-    def summed(self, seconds: Callable[[int], float]) -> list[Event]:
-        """Sums of gradients: each begins when its last rank has come to it, one after the other."""
-        rows = [[a.stage for a in row if a.kind is Kind.REDUCE] for row in self.schedule.ranks]
-        order: TopologicalSorter[int] = TopologicalSorter()
-        for row in rows:
-            for stage in row:
-                order.add(stage)
-            for before, after in pairwise(row):
-                order.add(after, before)
-        reached: dict[int, dict[int, float]] = defaultdict(dict)
-        for event in self.events:
-            if event.action.endswith("R"):
-                reached[event.parsed().stage][event.rank] = event.stop
-        busy: dict[int, float] = defaultdict(float)
-        found = []
-        for stage in order.static_order():
-            start = max((max(t, busy[rank]) for rank, t in reached[stage].items()))
-            stop = start + seconds(stage)
-            for rank in reached[stage]:
-                busy[rank] = stop
-                found.append(Event(rank, f"{stage}R", start, stop))
-        return found
+    def _meet(self, rank: int, action: Action, now: float) -> None:
+        """Sums and gathers: each begins when its last rank has come to it, one after the other."""
+        self.reached[action][rank] = now
+        if action.kind is Kind.REDUCE:
+            self.summed[rank].append(action.stage)
+        for meeting in self.meetings.begin(rank, action):
+            there = self.reached.pop(meeting)
+            start = max(max(t, self.busy[rank]) for rank, t in there.items())
+            stop = start + self.meet(meeting)
+            for member in there:
+                self.busy[member] = self.through[member, meeting] = stop
+                self.met.append(Event(member, str(meeting), start, stop))
 
     def timeline(self, clock: str, sums: list[Event]) -> Timeline:
         rest = [event for event in self.events if not event.action.endswith("R")]
         return Timeline(tuple(rest + sums), clock)
 
-    def bytes(self, costs: Costs, state: float) -> dict[str, tuple[object, ...]]:
+    def bytes(self, costs: Costs, state: float, copies: int) -> dict[str, tuple[object, ...]]:
         """Live bytes of every rank after each action, peaks, and what each link carried."""
-        found = live(self.schedule, self.plan, costs, state)
+        found = live(self.schedule, self.plan, costs, state, copies)
         known = not costs.counts_stashes
         links: dict[tuple[int, int], int] = defaultdict(int)
         for link, message in self.sent:

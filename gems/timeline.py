@@ -8,6 +8,7 @@ from functools import cached_property
 
 from gems.schedule.core import Action, Kind, Schedule, parse_action
 
+LINKS = ("R", "G")  # how sums of gradients and gathers of weights end
 KINDS = ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
 
 
@@ -126,9 +127,9 @@ class Timeline:
 
     @cached_property
     def _at_work(self) -> list[Event]:
-        """What ranks do themselves: in a simulated step, sums of gradients are the links' work."""
+        """What ranks do themselves: in a simulated step, sums and gathers are the links' work."""
         simulated = self.clock == "simulated"
-        return [e for e in self.events if not (simulated and e.action.endswith("R"))]
+        return [e for e in self.events if not (simulated and e.action.endswith(LINKS))]
 
     def busy(self, rank: int) -> float:
         return sum(e.seconds for e in self._at_work if e.rank == rank)

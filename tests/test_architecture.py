@@ -28,7 +28,7 @@ TOWER = (
     ("timeline",),
     ("schedule",),
     ("price",),
-    ("recompute", "overlap"),
+    ("recompute", "overlap", "zero"),
     ("plans", "costs"),
     ("stream",),
     ("graph", "layout"),
@@ -45,7 +45,7 @@ VISITORS = {"__main__", "cli", DOOR}
 # These load no framework. The command line shows its help without one, too.
 PURE = {
     *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
-    *("costs", "plans", "keep", "recompute", "stream", "overlap"),
+    *("costs", "plans", "keep", "recompute", "stream", "overlap", "zero"),
     *("schedule", "timeline", "estimate", "live", "price", "simulation", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}

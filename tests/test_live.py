@@ -30,6 +30,16 @@ WHOLE = {
     "fold": Plan(stages=4, placement="fold", schedule="gpipe", micro_batches=4),
     "two copies": Plan(stages=2, data=2, micro_batches=2),
     "two copies, both ways": Plan(stages=2, data=2, schedule="gems", replications=1),
+    "zero 1": Plan(stages=2, data=2, micro_batches=2, zero=1),
+    "zero 2, both ways": Plan(stages=3, schedule="gems", replications=2, zero=2),
+    "zero 2, fold": Plan(stages=4, placement="fold", schedule="gpipe", data=2, zero=2),
+    "zero 3, units": Plan(stages=5, ranks=1, schedule="sequential", data=4, zero=3),
+    "zero 3, zero-bubble": Plan(
+        stages=2, schedule="zero-bubble", data=2, micro_batches=2, zero=3, keep="inputs"
+    ),
+    "zero 3, interleaved": Plan(
+        stages=4, ranks=2, schedule="interleaved", micro_batches=2, data=2, zero=3
+    ),
     "1f1b, inputs": Plan(stages=3, micro_batches=4, keep="inputs"),
     "gpipe, except the last": Plan(
         stages=2, micro_batches=4, schedule="gpipe", keep="except-last", data=2
@@ -49,6 +59,7 @@ CUT = {
     "tiles to slices, both ways": Plan(
         stages=2, spatial=(2, 1), local_dp=2, micro_batches=2, schedule="gems"
     ),
+    "tiles, zero 3": Plan(stages=2, spatial=(2, 1), local_dp=2, micro_batches=2, zero=3),
     "tiles, inputs": Plan(
         stages=3, spatial=[(2, 2), (1, 2)], micro_batches=2, schedule="gpipe", keep="inputs"
     ),

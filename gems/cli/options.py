@@ -13,7 +13,7 @@ from gems.files import from_json
 from gems.grid import HALOS, LAYOUTS
 from gems.keep import spelled
 from gems.machine import MACHINES, Machine
-from gems.plans import PLACEMENTS, SCHEDULES, Plan
+from gems.plans import PLACEMENTS, SCHEDULES, ZERO, Plan
 
 if TYPE_CHECKING:
     from gems.data.source import Source
@@ -162,6 +162,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="run the first stage over a grid of blocks, one after the other on its rank, keeping "
         "only its inputs: 4x4, or one grid for each of the first stages like 4x4,2x2",
     )
+    put(
+        "--zero",
+        type=int,
+        choices=ZERO,
+        default=0,
+        help="what the ranks that hold a stage (data-parallel copies, two directions, tiles) share "
+        "out among them: 1 the optimizer's state, 2 gradients too, 3 weights too (default 0)",
+    )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
@@ -205,6 +213,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         sums="early" if given.enable_master_comm_opt else "late",
         keep=spelled(given.keep),
         stream=tuple(filter(None, given.stream.split(","))),
+        zero=given.zero,
     )
 
 

@@ -16,6 +16,8 @@ ACTIONS = {
     "W": ("weight gradient", "#1c7f7a", "#a3dad6"),
     "R": ("recompute", "#6b7d1f", "#d3df9b"),
     "+": ("sum of gradients", "#7b3fa0", "#7b3fa0"),
+    "G": ("gather of weights", "#a0527b", "#a0527b"),
+    "D": ("drop of weights", "#8a94a0", "#8a94a0"),
     ">": ("message", "#52606d", "#9aa5b1"),
 }
 MEMORY = {

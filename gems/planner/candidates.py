@@ -12,6 +12,7 @@ from gems.keep import Keep
 from gems.plans import Plan
 from gems.schedule.build import BY_SAMPLE
 
+UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -71,6 +72,19 @@ def _parts(graph: Graph) -> Iterator[tuple[int, ...]]:
     for times in range(1, 10):
         if 2**times * 16 <= min(shape):
             yield (2**times,) * len(shape)
+
+
+def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
+    """The same with its state shared out over the ranks that hold a stage (ZeRO), as little as will
+    do first. A copy on one rank is cut into stages, to have one of them whole at a time."""
+    plan, family = choice.plan, f"{choice.family}, shared state"
+    if all(len(holders) == 1 for holders in plan.holders):
+        return
+    for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
+        yield Choice(family, replace(plan, zero=zero))
+    for stages in UNITS if plan.ranks == plan.depth == 1 and not plan.cut else ():
+        if stages <= blocks:
+            yield Choice(family, replace(plan, stages=stages, ranks=1, zero=3))
 
 
 def _inputs(plan: Plan) -> Keep:

@@ -22,6 +22,8 @@ def describe(plan: Plan) -> str:
     rest = f", keeps {kept(plan)}" if less(plan) else ""
     if plan.stream:
         rest += f", streams {streams(plan)}"
+    if plan.zero:
+        rest += f", zero={plan.zero}"
     return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}{rest}"
 
 
@@ -83,6 +85,8 @@ def explain(found: Found, samples: int = 1) -> str:
         lines.append(bought(found))
     if best and best[0].plan.stream:
         lines.append(streaming_bought(found))
+    if best and best[0].plan.zero:
+        lines.append(shared(found))
     lines += [
         f"not possible: {family}: {_first_line(why)}"
         for family, why in found.refused
@@ -117,11 +121,29 @@ def streaming_bought(found: Found) -> str:
     return f"{text} where the leanest without takes {size(min(others))}" if others else text
 
 
+def shared(found: Found) -> str:
+    """What the best plan gains by sharing its state out."""
+    best = found.best
+    what = ("the optimizer's state", "and gradients", "and weights")[: best.plan.zero]
+    among = max(map(len, best.plan.holders))
+    text = f"zero={best.plan.zero}: sharing {' '.join(what)} out over {among} ranks, "
+    text += f"{size(best.bytes)} are enough"
+    tried = [(c.bytes, c.plan, "") for c in (*found.fitting, *found.rest)]
+    tried += [(p.bytes, p.plan, " or more") for p in found.pruned]
+    for needs, plan, more in tried:
+        if plan.zero == 0 and plan.keeps == best.plan.keeps and _alike(plan, best.plan):
+            return f"{text} where each having it all takes {size(needs)}{more}"
+    return text
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    fields = ("schedule", "depth", "micro_batches", "data", "teams", "grids", "bidirectional")
+    return all(getattr(plan, name) == getattr(other, name) for name in fields)
+
+
 def _twins(plan: Plan, other: Plan) -> bool:
     """Whether a plan is the other but for keeping all, and for where it is cut."""
-    fields = ("schedule", "depth", "micro_batches", "data", "teams", "grids", "bidirectional")
-    alike = all(getattr(plan, name) == getattr(other, name) for name in fields)
-    return alike and not less(plan)
+    return _alike(plan, other) and plan.zero == other.zero and not less(plan)
 
 
 def limit(candidate: Candidate, memory: float) -> str:

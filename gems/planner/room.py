@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from gems.costs import Costs
+from gems.costs import Cost, Costs
 from gems.graph import Graph
 from gems.keep import Kept
 from gems.planner.underway import kept
 from gems.plans import BIDIRECTIONAL, Plan
 from gems.recompute import again, footprint, kept_of, runs
+from gems.zero import needed, share
 
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # runs that all of a stage may be broken into
 
@@ -38,10 +39,11 @@ def fitted(
     if "auto" not in plan.keeps:
         return plan
     blocks = [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(plan.depth)]
-    standing = [
-        graph.held(mine) + (1 + state) * graph.trained(mine) + _boundary(graph, mine)
-        for mine in blocks
-    ]
+    standing = []
+    for stage, mine in enumerate(blocks):
+        cost = Cost(weights=graph.held(mine), gradients=graph.trained(mine))
+        shares = [share(cost, plan.zero, plan.sharers(stage))]
+        standing.append(needed(shares, state) + _boundary(graph, mine))
     workspace = [max((costs[i].workspace for i in mine), default=0.0) for mine in blocks]
     counts, keeps = kept(plan), list(plan.keeps)
     for stage, keep in enumerate(plan.keeps):

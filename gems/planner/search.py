@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from gems.costs import Cost, Costs
+from gems.costs import Costs
 from gems.errors import PlanError
 from gems.graph import Graph
 from gems.machine import Machine
 from gems.planner.assign import stages, written
-from gems.planner.candidates import Choice, choices, recomputing, streaming
+from gems.planner.candidates import Choice, choices, recomputing, sharing, streaming
 from gems.planner.coarse import coarse, finer
 from gems.planner.room import fitted
 from gems.planner.underway import held, kept
@@ -22,7 +22,8 @@ from gems.schedule.build import build
 from gems.schedule.greedy import least
 from gems.schedule.passes import lower
 from gems.simulation import simulate
-from gems.timeline import KINDS, Memory
+from gems.timeline import KINDS, LINKS, Memory
+from gems.zero import needed, share
 
 TIE = 1.05  # predictions that are closer than this say nothing
 FEW = 256  # blocks that are cut in any way a search may want
@@ -117,9 +118,10 @@ def search(
 ) -> Found:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
-    What does not fit is tried again with less kept for backward, and if nothing fits then, one part
-    of the image after the other; where memory is the objective, all of that is. If any plan that
-    fits is `enough`, stop at the first. Without `prune`, none is left out.
+    What does not fit is tried again with its state shared out, then with less kept for backward,
+    and if nothing fits then, one part of the image after the other; where memory is the objective,
+    all of that is. If any plan that fits is `enough`, stop at the first. Without `prune`, none is
+    left out.
     """
     fine = graph
     graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks))
@@ -158,7 +160,11 @@ def search(
 
     options = list(choices(graph, wish.ranks, wish.micro_batches))
     large = list(dict.fromkeys(tried(options)))
-    tried(less for choice in (large if by_time else options) for less in recomputing(choice))
+    wanting = large if by_time else options
+    shared = [more for choice in wanting for more in sharing(choice, len(graph.blocks))]
+    left = list(dict.fromkeys(tried(shared)))
+    wanting = [*wanting, *(left if by_time else shared)]
+    tried(less for choice in wanting for less in recomputing(choice))
     if not (fitting and (by_time or enough)):
         tried(streaming(graph, wish.ranks, wish.micro_batches))
     return Found(
@@ -217,6 +223,8 @@ def _cut(
             order = (plan.schedule, plan.micro_batches, plan.placement)
         shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep)
         shape += (plan.stream, cap, order)
+        if plan.zero:  # what is shared out, and among how many
+            shape = (*shape, plan.zero, plan.data)
         if shape not in known:
             stage_of = stages(plan, graph, costs, cap)
             _refuse_whole(plan, graph, stage_of)
@@ -239,9 +247,10 @@ def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
             raise PlanError(f"{block.name} needs the whole image, and stage {stage} would stream")
 
 
-def _state(cost: Cost, wish: Wish) -> float:
-    """Weights, gradients and what the optimizer keeps."""
-    return cost.weights + (1 + wish.state) * cost.gradients
+def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
+    """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
+    shares = [share(staged[s], plan.zero, plan.sharers(s)) for s in on]
+    return needed(shares, wish.state)
 
 
 def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> float:
@@ -255,7 +264,7 @@ def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> float:
             + max(inputs[s] - 1, 0) * staged.received(s)
             for s in on
         )
-        most = max(most, sum(_state(staged[s], wish) for s in on) + stash)
+        most = max(most, _state(plan, on, staged, wish) + stash)
     return most
 
 
@@ -274,12 +283,12 @@ class _Predict:
         room = self.wish.memory - _standing(self.plan, self.staged, self.wish)
         order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
         timeline = simulate(
-            lower(order, one), one, self.staged, self.machine, self.wish.state, copies
+            lower(order, one, copies), one, self.staged, self.machine, self.wish.state, copies
         )
         workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
         pairs = zip(timeline.peaks, workspace, strict=True)
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
-        work = max(e.stop for e in timeline.events if not e.action.endswith("R"))
+        work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
         return Candidate(
             self.family,
             self.plan,
@@ -294,7 +303,7 @@ class _Predict:
 def _standing(plan: Plan, staged: Costs, wish: Wish) -> float:
     """Bytes of weights, gradients and optimizer on the rank that has most, and its workspace."""
     return max(
-        sum(_state(staged[s], wish) for s in on) + max(staged[s].workspace for s in on)
+        _state(plan, on, staged, wish) + max(staged[s].workspace for s in on)
         for on in plan.stages_on[: plan.ranks]
     )
 

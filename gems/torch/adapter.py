@@ -530,12 +530,9 @@ class TorchAdapter:
 
     def bucket(self, stage: int) -> list[Tensor]:
         self._place(stage)
-        return self.buckets[stage].fill() + (self._shared(stage) if self.plan.zero == 1 else [])
+        return self.buckets[stage].fill()
 
     def scattered(self, stage: int) -> list[Tensor]:
-        return self._shared(stage) if self.plan.zero > 1 else []
-
-    def _shared(self, stage: int) -> list[Tensor]:
         return self.shards[stage].gradients if self.update and stage in self.shards else []
 
     def unbucket(self, stage: int) -> None:

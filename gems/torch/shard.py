@@ -8,9 +8,9 @@ A parameter lies in this memory as a view, so that gathering the parts copies no
 owns of a parameter is a `Piece`: a flat parameter of its own, which the optimizer steps. For an
 optimizer that works cell by cell that is the same arithmetic as on the whole.
 
-    zero=1   pieces lie in the whole memory; after the optimizer's step the parts are gathered
-    zero=2   so they do; gradients are summed so that each rank has those of its own part, and then
-             the memory of the whole gradient is given back
+    zero=1   gradients are summed so that each rank has those of its own part; pieces lie in the
+             whole memory, and after the optimizer's step the parts are gathered
+    zero=2   the same; after the sum the memory of the whole gradient is given back
     zero=3   the own part has memory of its own. The whole memory is there from gather to release
 
 [Note: memory that comes and goes] `release` gives the bytes back and leaves the tensors as they

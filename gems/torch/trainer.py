@@ -57,6 +57,7 @@ from gems.torch.weights import (
     whole_state,
 )
 from gems.transport.core import Transport
+from gems.zero import needed, share
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -279,6 +280,12 @@ class Trainer:
         """What `memory` leaves for backward on the rank with most weights."""
         if self.memory is None:
             return None
+        if self.plan.zero:
+            shares = [
+                [share(self.costs[s], self.plan.zero, self.plan.sharers(s)) for s in on]
+                for on in self.plan.stages_on
+            ]
+            return self.memory - max(needed(mine, 2.0) for mine in shares)
         held = [sum(self.costs[s].weights for s in on) for on in self.plan.stages_on]
         return self.memory - 4 * max(held)
 
