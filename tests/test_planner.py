@@ -323,7 +323,7 @@ def test_an_edited_plan_is_told_all_that_is_wrong_with_it(
 ) -> None:
     file = tmp_path / "plan.json"
     small = ["--model", "resnet-v1", "--num-layers", "8", "--image-size", "16"]
-    assert main(["plan", *small, "--stages", "2", "--parts", "2", "--out", str(file)]) == 0
+    assert main(["plan", *small, "--stages", "2", "--out", str(file)]) == 0
     good = file.read_text()
     assert main(["check", "--plan", str(file), *small]) == 0
     assert "its stages fit resnet-v1" in capsys.readouterr().out
