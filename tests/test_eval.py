@@ -13,6 +13,7 @@ import tifffile
 import torch
 from PIL import Image
 
+from gems.cli.judge import probabilities
 from gems.cli.main import main
 from gems.data.sample import Sample, sample_slides
 from gems.torch.weight_files import read_weights
@@ -160,3 +161,9 @@ def test_cifar_has_its_own_held_out_part(
     words = ["eval", "--app", "cifar", "--datapath", str(tmp_path), "--checkpoint", "x.pt"]
     assert main([*words, "--part", "all"]) == 1
     assert "--part train or held-out" in capsys.readouterr().err
+
+
+def test_the_score_of_a_tile_is_the_mean_over_its_pixels() -> None:
+    output = torch.randn(2, 3, 4, 5)
+    torch.testing.assert_close(probabilities(output), output.softmax(1).mean((2, 3)))
+    assert torch.equal(probabilities(output[..., 0, 0]), output[..., 0, 0].softmax(1))
