@@ -37,8 +37,10 @@ def overlaps(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> dict[i
     found: dict[int, Overlap] = {}
     beyond = [0.0] * len(grid)  # what later blocks read around this one, as a part of the image
     for i in (*reversed(blocks), ENTERING):
-        made = graph.blocks[i].writes if i >= 0 else graph.inputs
-        found[i] = _overlap(graph.value[made[0]] if made else None, grid, beyond)
+        # Of a mean over the image, most is what it reads.
+        near = (*graph.blocks[i].writes, *graph.blocks[i].reads) if i >= 0 else graph.inputs
+        images = [graph.value[n] for n in near if _image(graph.value[n], grid)]
+        found[i] = _overlap(max(images, key=lambda v: v.bytes, default=None), grid, beyond)
         around = graph.blocks[i].reach if i >= 0 else ()
         for axis, reach in enumerate(around[-len(grid) :]):
             beyond[axis] += reach
@@ -46,7 +48,7 @@ def overlaps(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> dict[i
 
 
 def _overlap(value: Value | None, grid: Sequence[int], beyond: Sequence[float]) -> Overlap:
-    if value is None or not _image(value, grid):
+    if value is None:
         return Overlap(1.0, prod(grid))  # every block of the image makes all of it
     largest, total = [], []
     for length, parts, reach in zip(value.shape[-len(grid) :], grid, beyond, strict=True):

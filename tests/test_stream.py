@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import gems
 from gems.errors import PlanError
 from gems.models import build
 from gems.plans import Plan
@@ -26,11 +28,19 @@ from gems.torch.trainer import Trainer
 from gems.transport.local import run
 from tests.exact import assert_equal, plainly, planned
 from tests.spatial import Plain
-from tests.test_spatial_generated import GRIDS, some_cut, stack
+from tests.test_spatial_generated import GRIDS, Function, some_cut, stack
 
 Tensor = torch.Tensor
 CASES = int(os.environ.get("GEMS_STREAMS", "32"))
 WHOLE = ("excited", "pooled", "stripped")  # they look at all of the image
+
+
+def an_end(r: Random, dims: int) -> nn.Module:
+    """A mean or a sum over the image, or over parts of it, which adds up block by block."""
+    kind = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dims - 1]
+    if r.random() < 0.5:
+        return kind(r.randint(1, 3))
+    return Function(r.choice((torch.mean, torch.sum)), tuple(range(2, 2 + r.randint(1, dims))))
 
 
 def network(number: int) -> Plain:
@@ -41,6 +51,8 @@ def network(number: int) -> Plain:
     sides = {1: (6, 20), 2: (5, 13), 3: (4, 7)}[dims]
     shape = (r.randint(1, 2), r.randint(2, 4), *(r.randint(*sides) for _ in range(dims)))
     model, _ = stack(r, shape, r.randint(1, 6), without=WHOLE)
+    if r.random() < 0.4:
+        model = nn.Sequential(model, an_end(r, dims))
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.eval()
@@ -118,6 +130,18 @@ def test_a_residual_network_with_frozen_norms_trains_like_the_plain_one(name: st
     plan, model = PLANS[name], residual()
     data = noise((4, 3, SIDE, SIDE - 4), 3, (4,))
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_streamed_stages_share_their_state_out(zero: int) -> None:
+    plan = Plan(
+        stages=2, ranks=1, stream=(2, 2), data=2, micro_batches=1, schedule="sequential", zero=zero
+    )
+    model, data = residual(), noise((2, 3, SIDE, SIDE), 3, (2,))
+    found, expected = planned(model, data, plan), plainly(model, data, plan.total)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    for name, theirs in expected.state.items():
+        torch.testing.assert_close(found.state[name], theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -247,6 +271,57 @@ def test_activations_may_exceed_the_memory_many_times() -> None:
     whole, _ = peaks(model, Plan(), torch.ones(1, 3, 768, 768), target)
     assert whole > 10 * streamed
     assert predicted == pytest.approx(streamed, rel=0.05)
+
+
+def test_of_a_classifier_nothing_as_large_as_the_image_is_there_whole() -> None:
+    """The mean over the image is added up, so what is live hangs on the block and not on the image:
+    twice as many blocks along each side, four times the image, and not a byte more."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2),
+    )  # fmt: skip
+    target, found = torch.zeros(1, dtype=torch.int64), []
+    for parts in (3, 6):
+        plan = Plan(stages=2, ranks=1, stream=(parts, parts), schedule="sequential")
+        image = Picture(1, 3, 32 * parts, 32 * parts)
+        measured, predicted = peaks(copy.deepcopy(model), plan, image, target)
+        assert predicted == pytest.approx(measured, rel=0.05)
+        found.append(measured)
+    assert found[0] == found[1]
+
+
+# --- the planner ----------------------------------------------------------------------------------
+
+
+def test_the_planner_streams_where_nothing_else_fits_and_says_so() -> None:
+    model = build("unet", norm="none", width=4, levels=3)
+    sample = torch.empty(1, 3, 256, 256, device="meta")
+    plan = gems.plan(model, sample, ranks=1, memory="8MiB", micro_batches=1, state=0.0)
+    assert plan.stream and plan.depth == 1
+    assert re.search(r"streaming \d+x\d+ blocks: .* where the leanest without takes", plan.why)
+    roomy = gems.plan(model, sample, ranks=1, memory="8GiB", micro_batches=1)
+    assert not roomy.stream
+    measured, _ = peaks(
+        model, plan, torch.randn(1, 3, 256, 256), torch.zeros(1, 256, 256, dtype=torch.int64)
+    )
+    assert measured <= 8 * 2**20
+
+
+def test_the_planner_lets_a_network_stream_as_far_as_it_can() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2),
+    )  # fmt: skip
+    sample = torch.empty(1, 3, 512, 512, device="meta")
+    plan = gems.plan(
+        model, sample, ranks=1, memory="2MiB", micro_batches=1, objective="image", state=0.0
+    )
+    assert plan.stages == (("0", "1", "2", "3", "4"), ("5", "6"))
+    side = int(plan.why.split()[2])
+    assert side >= 3 * 256, "of which the activations alone would take 24 times as much"
+    model[1] = nn.BatchNorm2d(8)
+    with pytest.raises(PlanError, match="nothing fits"):
+        gems.plan(model, sample, ranks=1, memory="2MiB", micro_batches=1)
 
 
 def test_prediction_streams_too() -> None:
