@@ -69,9 +69,9 @@ def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
 def _parts(graph: Graph) -> Iterator[tuple[int, ...]]:
     """Grids of blocks in time, square, with no fewer than a few cells to a block."""
     shape = graph.value[graph.inputs[0]].shape[2:]
-    for times in range(1, 10):
-        if 2**times * 16 <= min(shape):
-            yield (2**times,) * len(shape)
+    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
+        if parts * 16 <= min(shape):
+            yield (parts,) * len(shape)
 
 
 def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:

@@ -12,7 +12,7 @@ from gems.geometry import moves
 from gems.graph import ITEMSIZE, Graph
 from gems.layout import Layout, even
 from gems.torch.random import Draws
-from gems.torch.spatial.stage import Laid, Uncuttable, lay_out, unstreamable
+from gems.torch.spatial.stage import Laid, Uncuttable, ends, lay_out, unstreamable
 from gems.torch.trace import Trace
 
 NUMBER = 4  # bytes of a number in a sum of statistics
@@ -41,7 +41,7 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
             around[block][dim] += _around(laid, at)
             if unstreamable(call, rule) is not None:
-                streams = min(streams, block)
+                streams = min(streams, block + _ends(laid, at))
             sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
     blocks = tuple(
         replace(
@@ -80,6 +80,11 @@ def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[Laid, str | None]:
         except Uncuttable as error:
             stop = error.call.name
             calls = calls[: calls.index(error.call)]
+
+
+def _ends(laid: Laid, at: int) -> bool:
+    """Whether parts of the image may end with this call, and so with its block."""
+    return ends(laid.calls[at], laid.rules[at])
 
 
 def _around(laid: Laid, at: int) -> float:

@@ -9,7 +9,8 @@
                                                                  gradients of the inputs
 
 Blocks of the outputs are disjoint, so every gradient enters once, and all that is computed of it is
-linear: sums over blocks are exact. Boxes overlap, and are padded only where the image ends.
+linear: sums over blocks are exact. Boxes overlap, and are padded only where the image ends. An
+output that is a sum or mean over the image is added up: every block makes a summand of its cells.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Alone(Team):
 
     def send(self, member: int, parts: Sequence[Tensor]) -> Handle:
         raise AssertionError("a block that is computed by itself cannot tell another one")
+
+    def total(self, mine: Tensor) -> Tensor:
+        """A summand: who asks adds them up."""
+        return mine
 
     def rows(self, mine: Tensor) -> list[Tensor]:
         raise AssertionError("a block that is computed by itself does not know the others")
@@ -110,13 +115,15 @@ class Stream:
     # --- blocks ---------------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[Block]:
-        """All blocks that have a part of some output; those that are whole go with the first."""
+        """All blocks that have a part of some output; those that are whole go with the first, and
+        of those that add up every block has a summand."""
         grid = next(iter(self.laid.layouts.values())).grid
         whole = {
             name: (Box.whole(self.values[name].shape), (...,))
             for name in self.outputs
             if name not in self.laid.layouts
         }
+        added = {name: part for name, part in whole.items() if name in self.laid.added}
         for place in itertools.product(*map(range, grid)):
             laid = one_part(self.laid, place)
             parts: dict[str, Any] = dict(whole)
@@ -128,7 +135,7 @@ class Stream:
             if parts:
                 bound = bind(laid, Alone((1,) * len(grid), (0,), 0, None))  # type: ignore[arg-type]
                 yield Block(bound, {name: bound.box(name) for name in self.inputs}, parts)
-            whole = {}
+            whole = added
 
     def read(self, name: str, x: Any, box: Box | None) -> Tensor:
         """What a block reads of an input: a view of what is here anyway, a copy of the model's own;
@@ -150,7 +157,8 @@ class Stream:
 
     def empty(self, name: str) -> Tensor:
         value = self.values[name]
-        return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
+        make = torch.zeros if name in self.laid.added else torch.empty
+        return make(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
 
 
 class _Streamed(torch.autograd.Function):
@@ -164,7 +172,11 @@ class _Streamed(torch.autograd.Function):
             pairs = zip(stream.inputs, ctx.inputs, strict=True)
             given = [stream.read(name, x, block.reads[name]) for name, x in pairs]
             for name, part in stream.compute(block, given).items():
-                outputs[name][block.parts[name][0].slices()] = part
+                place = block.parts[name][0].slices()
+                if name in stream.laid.added:
+                    outputs[name][place] += part
+                else:
+                    outputs[name][place] = part
         fixed = (x for name, x in outputs.items() if not stream.values[name].grad)
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs.values())

@@ -65,7 +65,7 @@ def adaptive_average(ask: Ask) -> Rule:
 
         return site.named(_adaptive, work, "output_size")
 
-    return together(ask, bind)
+    return together(ask, bind, adds=True)
 
 
 def _shares(length: int, outputs: int, own: Box, dim: int) -> Tensor:

@@ -53,6 +53,7 @@ class Rule:
     bind: Callable[[Site], Run]
     circular: bool = False  # what leaves the image at one end is read at the other
     sums: int = 0
+    adds: bool = False  # the results are nothing but sums of what each rank makes of its own cells
 
 
 @dataclass

@@ -70,6 +70,7 @@ class Laid:
     rules: list[Rule | None]  # None: whole on every rank
     layouts: dict[str, Layout]
     wants: list[dict[str, Spans]] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)  # whole values of which every part has a summand
 
     def extra(self) -> list[float]:
         """For each call, how many cells are computed for one that is owned."""
@@ -264,7 +265,10 @@ def _segments(laid: Laid, fused: int) -> list[int]:
 
 
 def unstreamable(call: Call, rule: Rule | None) -> str | None:
-    """Why the parts of an image cannot run through a call one after the other; None if they can."""
+    """Why the parts of an image cannot run through a call one after the other; None if they can.
+
+    A sum or a mean over the image adds up part by part: it may be the last call, which `ends` says.
+    """
     if call.touches:
         return f"changes {', '.join(call.touches)}, once for every part"
     if rule is None:
@@ -272,6 +276,11 @@ def unstreamable(call: Call, rule: Rule | None) -> str | None:
     if rule.sums or any(windows == OWN for windows in rule.windows.values()):
         return "looks at the whole image, which is never there at once"
     return "reads the far end of the image beside the near one" if rule.circular else None
+
+
+def ends(call: Call, rule: Rule | None) -> bool:
+    """Whether a call's results add up over the parts of an image, so that parts may end there."""
+    return rule is not None and rule.adds and not call.touches
 
 
 def lay_out_alone(
@@ -285,8 +294,11 @@ def lay_out_alone(
     """How `calls` run if every part is computed from what enters, and nobody is asked for more."""
     fused = len(calls) + 1
     laid = lay_out(record, model, calls, entering, draws, fused=fused, wanted=wanted)
+    read = {name for call in calls for name in call.reads}
     for call, ask, rule in zip(calls, laid.asks, laid.rules, strict=True):
-        if (why := unstreamable(call, rule)) is not None:
+        if ends(call, rule) and not read.intersection(call.writes):
+            laid.added.update(call.writes)
+        elif (why := unstreamable(call, rule)) is not None:
             raise Uncuttable(call, ask.name, why)
     assert not laid.fetches(), "a part would have to ask another one"
     return laid

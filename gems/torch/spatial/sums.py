@@ -26,10 +26,10 @@ from gems.torch.spatial.team import Team, Total
 Tensor = torch.Tensor
 
 
-def together(ask: Ask, bind: Callable[[Site], Run]) -> Rule:
+def together(ask: Ask, bind: Callable[[Site], Run], *, adds: bool = False) -> Rule:
     """Every rank brings its own cells of each cut input; the results are whole."""
     whole = sum(prod(ask.shape(name)) for name in ask.call.writes)
-    return Rule({}, dict.fromkeys(ask.cut, OWN), bind, sums=whole)
+    return Rule({}, dict.fromkeys(ask.cut, OWN), bind, sums=whole, adds=adds)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def strip(site: Site, name: str, layout: Layout, dims: tuple[int, ...]) -> Strip
 Work = Callable[[Tensor, Strip, dict[str, Any]], Any]
 
 
-def along(ask: Ask, stub: Run, a: dict[str, Any], dim: Any, work: Work) -> Rule:
+def along(
+    ask: Ask, stub: Run, a: dict[str, Any], dim: Any, work: Work, *, adds: bool = False
+) -> Rule:
     """`work` on a rank's own cells if a cut dim is among `dim`; what it gives has kept them all."""
     x, layout = a["input"], ask.primary(a["input"])
     rank, keep = len(layout.shape), bool(a["keepdim"])
@@ -98,7 +100,7 @@ def along(ask: Ask, stub: Run, a: dict[str, Any], dim: Any, work: Work) -> Rule:
         fetch, left = site.fetch(x, None), strip(site, x.name, layout, dims)
         return site.named(stub, lambda a: shaped(work(fetch(a["input"]), left, a)))
 
-    return together(ask, bind)
+    return together(ask, bind, adds=adds)
 
 
 # --- sums and means -------------------------------------------------------------------------------
@@ -122,7 +124,8 @@ def total(ask: Ask) -> Rule:
         y = left.sum(t if a["dtype"] is None else t.to(a["dtype"]))
         return y / _cells(ask, x, left) if ask.name == "mean" else y
 
-    return along(ask, _reduce, a, a["dim"] if a["axis"] is None else a["axis"], work)
+    dim = a["dim"] if a["axis"] is None else a["axis"]
+    return along(ask, _reduce, a, dim, work, adds=ask.values[ask.out].grad)
 
 
 def _variance(
