@@ -54,9 +54,9 @@ def fitted(
             continue
         on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
         room = memory - sum(standing[s] for s in on) - max(workspace[s] for s in on)
-        turns = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none
-        choice = _Stage(graph, costs, blocks[stage], counts[stage] / turns)
-        keeps[stage] = choice.best(room / turns * team)
+        divided = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none
+        choice = _Stage(graph, costs, blocks[stage], counts[stage] / divided)
+        keeps[stage] = choice.best(room / divided * team)
     return replace(plan, keep=tuple(keeps))
 
 
