@@ -123,4 +123,12 @@ def test_copies_of_hybrid_cost_only_their_sums() -> None:
 
 def test_data_parallelism_holds_16_bytes_per_parameter() -> None:
     assert zero.held() == 16 * zero.PARAMETERS == zero.PUBLISHED["data parallel"] * 1e9
-    assert zero.held(1000, ranks=2) == 16_000
+    assert zero.held(parameters=1000, ranks=2) == 16_000
+
+
+def test_stages_of_zero_hold_what_was_published_and_a_stage_or_two_more_at_the_peak() -> None:
+    one = 2 * zero.PARAMETERS / zero.STAGES  # weights of one stage, or its gradients
+    for level, published in enumerate(zero.PUBLISHED.values()):
+        assert zero.held(level) == pytest.approx(published * 1e9, rel=5e-3)
+        more = {2: 2 * one, 3: 4 * one}.get(level, 0.0)
+        assert zero.held(level) <= zero.peak(level) <= zero.held(level) + more + 1e6

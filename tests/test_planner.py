@@ -350,3 +350,19 @@ def test_more_stages_than_blocks_are_refused_however_they_are_evened_out(balance
     graph = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 1, 3, 8, 8)
     with pytest.raises(PlanError, match="2 blocks cannot fill 3 stages"):
         stages(Plan(stages=3, balance=balance), graph, estimate(graph, V100))
+
+
+def test_state_is_shared_out_where_copies_do_not_fit_and_it_says_what_that_bought() -> None:
+    """Weights, not pictures, are what is large here."""
+    graph = resnet(32)
+    costs = estimate(graph, V100)
+    free = search(graph, costs, V100, Wish(4, 2**34, 4))
+    copies = next(c for c in free.fitting if c.plan.data == 4)
+    found = search(graph, costs, V100, Wish(4, 0.75 * copies.bytes, 4))
+    shared = [c for c in found.fitting if c.plan.zero]
+    assert shared and {c.plan.zero for c in shared} >= {1}
+    assert all(c.plan.data > 1 or c.plan.bidirectional or c.plan.cut for c in shared)
+    assert all(c.bytes <= 0.75 * copies.bytes for c in shared)
+    best = replace(found, fitting=tuple(shared))
+    text = explain(best)
+    assert f"zero={best.best.plan.zero}: sharing the optimizer's state" in text

@@ -158,6 +158,7 @@ TEAMS = {
     ),
     "two directions": Plan(stages=3, schedule="gems", replications=2, zero=2),
     "two directions, copies": Plan(stages=2, schedule="gems-zb", replications=1, data=2, zero=2),
+    "streamed": Plan(stages=2, ranks=1, stream="2x2", schedule="gpipe", data=2, zero=3),
     "late sums": Plan(stages=4, placement="fold", schedule="gpipe", data=2, sums="late", zero=3),
 }  # fmt: skip
 
