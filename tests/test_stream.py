@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gems
 from gems.errors import PlanError
@@ -173,6 +174,43 @@ def test_dropout_drops_what_it_drops_when_the_image_is_whole() -> None:
     whole = Plan(stages=1, micro_batches=2, schedule="sequential")
     plan = Plan(stages=2, ranks=1, stream="3x3", schedule="sequential", micro_batches=2)
     assert_equal(planned(model, data, plan), planned(model, data, whole))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_what_the_model_itself_recomputes_runs_on_its_block_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), Checkpointed(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 3),
+    ).double()  # fmt: skip
+    data = noise((1, 3, 13, 11), 3, (1,))
+    plan = Plan(stages=2, ranks=1, stream="3x2", schedule="sequential")
+    assert_equal(planned(model, data, plan), plainly(model, data, 1))
+
+
+class ChangesInPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2).tanh_()
+
+
+def test_what_a_block_changes_in_place_is_its_own() -> None:
+    """Boxes overlap, and are read again in backward: no change in one may be seen by another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), ChangesInPlace(), nn.Conv2d(4, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    ).double()  # fmt: skip
+    data = noise((1, 3, 13, 11), 3, (1,))
+    plan = Plan(stages=[["0"], ["1", "2"], ["3", "4", "5"]], stream=["2x2", "2x2"])
+    assert_equal(planned(model, data, plan), plainly(model, data, 1))
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -51,27 +51,30 @@ def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
     rest = len(graph.blocks) - reach
     for copies in _divisors(ranks) if reach else ():
         p, m = ranks // copies, micro_batches // copies
-        if micro_batches % copies or not 0 <= p - 1 <= rest:
+        if micro_batches % copies or p - 1 > rest:
             continue
-        few = p == 1
-        for blocks in _parts(graph):
-            plan = Plan(
-                stages=(2 if rest else 1) if few else p,
-                ranks=p,
-                schedule="sequential" if few else "1f1b",
-                micro_batches=m,
-                stream=(blocks,),
-                data=copies,
-            )
-            yield Choice("streaming" if few else "streaming, then pipeline", plan)
+        for blocks, times in _parts(graph):
+            if times > reach:
+                continue
+            if p == 1:
+                plan = Plan(
+                    stages=times + bool(rest), ranks=1, schedule="sequential", micro_batches=m,
+                    stream=(blocks,) * times, data=copies,
+                )  # fmt: skip
+                yield Choice("streaming", plan)
+            elif times == 1:
+                plan = Plan(stages=p, micro_batches=m, stream=(blocks,), data=copies)
+                yield Choice("streaming, then pipeline", plan)
 
 
-def _parts(graph: Graph) -> Iterator[tuple[int, ...]]:
-    """Grids of blocks in time, square, with no fewer than a few cells to a block."""
+def _parts(graph: Graph) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Square grids of blocks in time, with no fewer than a few cells to a block, and in how many
+    stages: less overlaps in each of several, but what they give each other is whole."""
     shape = graph.value[graph.inputs[0]].shape[2:]
     for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
-        if parts * 16 <= min(shape):
-            yield (parts,) * len(shape)
+        for times in (1, 2, 3, 6) if parts in (4, 8, 16, 32, 64) else (1,):
+            if parts * 16 <= min(shape):
+                yield (parts,) * len(shape), times
 
 
 def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:

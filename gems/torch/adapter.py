@@ -273,8 +273,7 @@ class TorchAdapter:
         self, stage: int, micro_batch: int, received: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         i, cut = micro_batch, self.of[micro_batch]
-        streams = stage in cut.streamed  # weights and all, block by block: nothing is put off
-        put_off = self.training and (stage, i) in self.put_off and not streams
+        put_off = self.training and (stage, i) in self.put_off
         kept = Kept({}, None, {}, (), [] if put_off else None, {})
         later = self.training and self.plan.recomputes(stage, i)
         if later:

@@ -147,12 +147,10 @@ class Stream:
         return part.clone() if name in self.changed else part
 
     def compute(self, block: Block, given: Sequence[Tensor]) -> dict[str, Tensor]:
-        """A block's part of every output."""
+        """A block's part of every output. It stays the one under way: what the model itself
+        checkpoints runs once more in backward."""
         self.now = block.bound
-        try:
-            results = dict(zip(self.outputs, self.program.run(*given), strict=True))
-        finally:
-            self.now = None
+        results = dict(zip(self.outputs, self.program.run(*given), strict=True))
         return {name: results[name][here] for name, (_, here) in block.parts.items()}
 
     def empty(self, name: str) -> Tensor:
