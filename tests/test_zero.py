@@ -183,6 +183,35 @@ def test_weights_without_a_gradient_are_left_alone_and_a_window_of_calls_makes_o
         assert torch.equal(found.state[name], tensor), name
 
 
+class Detached(nn.Module):
+    """What `a` gives crosses to the next stage, and no gradient comes back: it travels as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 4), nn.Linear(4, 4), Last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x), self.b(x))
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.out(b + a.detach())
+
+
+@pytest.mark.parametrize("zero", (1, 2, 3))
+def test_weights_that_no_gradient_leads_to_are_left_alone(zero: int) -> None:
+    torch.manual_seed(0)
+    model = Detached().double()
+    some = [(torch.randn(4, 4).double(), torch.arange(4)) for _ in range(2)]
+    plan = Plan(stages=(("a", "b"), ("head",)), data=2, zero=zero)
+    assert_same(planned(model, some, plan, make=adam), plainly(model, some, 2, make=adam))
+
+
 def test_a_step_that_overflows_makes_no_update_and_the_next_one_does() -> None:
     model, (x, y) = small().float(), batches((8, 3, 6, 6), 5, 1, torch.float32)[0]
 
@@ -349,14 +378,22 @@ class Mine(torch.optim.SGD):
     """Somebody's own optimizer, of which nobody knows what it does."""
 
 
-def test_an_optimizer_of_ones_own_may_say_that_it_works_cell_by_cell() -> None:
-    class Known(Mine):
-        by_cell = True
+class Known(Mine):
+    """It says that it works cell by cell, and has state before the first step."""
 
-    make: Make = lambda p: Known(p, 0.1)  # noqa: E731
+    by_cell = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1, momentum=0.9)
+        for p in self.param_groups[0]["params"]:
+            cells = torch.arange(p.numel(), dtype=p.dtype).view_as(p)
+            self.state[p]["momentum_buffer"] = cells / 100
+
+
+def test_an_optimizer_of_ones_own_may_say_that_it_works_cell_by_cell() -> None:
     plan = replace(UNITS, data=2, zero=2)
-    expected = plainly(small(), data(), plan.total, make=make)
-    assert_same(planned(small(), data(), plan, make=make), expected)
+    expected = plainly(small(), data(), plan.total, make=Known)
+    assert_same(planned(small(), data(), plan, make=Known), expected)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
