@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gems.cli.main import main
+from gems.draw.svg import svg
 from gems.errors import PlanError, ScheduleError
 from gems.plans import Plan
 from gems.schedule.build import lowered
@@ -357,6 +359,16 @@ def test_many_stages_of_a_rank_are_shared_out_without_a_deadlock(
         )  # fmt: skip
         for zero in (1, 2) if bidirectional else (1, 2, 3):
             lowered(replace(plan, zero=zero))
+
+
+def test_gathers_are_drawn_as_predicted_and_as_measured(tmp_path: Path) -> None:
+    options = "--stages 3 --ranks 1 --schedule sequential --data 2 --zero 3 --machine v100"
+    network = "--model resnet-v1 --num-layers 8 --image-size 16"
+    picture = tmp_path / "step.svg"
+    assert main(["draw", *options.split(), *network.split(), "--svg", str(picture)]) == 0
+    assert "gather of weights" in picture.read_text()
+    measured = planned(small(), data(1), replace(UNITS, zero=3)).timeline
+    assert "gather of weights" in svg(measured) and "0G" in {e.action for e in measured.events}
 
 
 # --- what cannot be -------------------------------------------------------------------------------
