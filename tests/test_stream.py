@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import os
 import re
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,7 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gems
+from gems.cli.main import main
 from gems.errors import PlanError
+from gems.files import from_json, to_json
 from gems.models import build
 from gems.plans import Plan
 from gems.torch.spatial.stage import Uncuttable
@@ -336,7 +340,7 @@ def test_the_planner_streams_where_nothing_else_fits_and_says_so() -> None:
     sample = torch.empty(1, 3, 256, 256, device="meta")
     plan = gems.plan(model, sample, ranks=1, memory="8MiB", micro_batches=1, state=0.0)
     assert plan.stream and plan.depth == 1
-    assert re.search(r"streaming \d+x\d+ blocks: .* where the leanest without takes", plan.why)
+    assert re.search(r"streaming \d+x\d+.*: .* where the leanest without takes", plan.why)
     roomy = gems.plan(model, sample, ranks=1, memory="8GiB", micro_batches=1)
     assert not roomy.stream
     measured, _ = peaks(
@@ -371,3 +375,16 @@ def test_prediction_streams_too() -> None:
         expected = model(image)
     trainer = make(copy.deepcopy(model), Plan(stream=(2, 3)), tuple(image.shape))
     assert torch.allclose(trainer.predict(image), expected, atol=1e-5)
+
+
+def test_the_command_line_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, file = ["--model", "convnext-tiny", "--image-size", "64"], tmp_path / "plan.json"
+    streamed = ["--stages", "2", "--stream", "2x2", "--out", str(file)]
+    assert main(["plan", *network, *streamed]) == 0
+    plan = from_json(Plan, file.read_text())
+    assert plan.stream == ((2, 2),) and plan.stages[0][-1] != plan.stages[1][-1]
+    assert main(["check", "--plan", str(file), *network]) == 0
+    capsys.readouterr()
+    file.write_text(to_json(replace(plan, stream=((2, 2), (2, 2)))))
+    assert main(["check", "--plan", str(file), *network]) == 1
+    assert "stage 1 streams, but" in capsys.readouterr().err

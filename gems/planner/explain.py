@@ -29,7 +29,10 @@ def describe(plan: Plan) -> str:
 
 def streams(plan: Plan) -> str:
     """The blocks that its first stages run one after the other."""
-    return ", ".join(str(Grid(tiles=blocks)) for blocks in plan.streams if blocks)
+    words = [str(Grid(tiles=blocks)) for blocks in plan.streams if blocks]
+    if len(words) > 1 and len(set(words)) == 1:
+        return f"{words[0]} in {len(words)} stages"
+    return ", ".join(words)
 
 
 def less(plan: Plan) -> bool:
@@ -117,7 +120,7 @@ def streaming_bought(found: Found) -> str:
     best = found.best
     others = [c.bytes for c in (*found.fitting, *found.rest) if not c.plan.stream]
     others += [p.bytes for p in found.pruned if not p.plan.stream]
-    text = f"streaming {streams(best.plan)} blocks: {size(best.bytes)} are enough"
+    text = f"streaming {streams(best.plan)}: {size(best.bytes)} are enough"
     return f"{text} where the leanest without takes {size(min(others))}" if others else text
 
 
