@@ -30,7 +30,7 @@ from gems.timeline import Timeline
 from tests.runs import PIXELS, TINY, Run, judged, parsed, parser_of, trained
 
 SHOWN: dict[str, str] = {}  # option: the test that fails if it is ignored
-ELSEWHERE = {"--help", "-h", "--config", "--keep"}  # test_config.py; the plan's own tests
+ELSEWHERE = {"--help", "-h", "--config"}  # test_config.py
 RESNET = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--batch-size", "3"]
 RESNET += ["--app", "synthetic", "--samples", "4", "--image-size", "8", "--num-classes", "2"]
 T = TypeVar("T")
@@ -136,6 +136,9 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--spatial 2x1 --stages 2 --halo-D2", {"halo": "d2"}),
     ("--spatial 2x1 --stages 2 --halo-D2 --fused-layers 3", {"fused_layers": 3}),
     ("--no-enable-master-comm-opt", {"sums": "late"}),
+    ("--keep inputs", {"keep": "inputs"}),
+    ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
+    ("--data 2 --zero 2", {"zero": 2}),
 ]
 SHOWN |= {
     word: "test_the_plan_is_the_one_that_was_asked_for"
