@@ -131,16 +131,19 @@ def search(
     pruned: list[Pruned] = []
     by_time = wish.objective == "time"
     best, slack = inf, TIE if by_time else 1.0
+    cuts: dict[object, tuple[Plan, Costs]] = {}
 
-    def tried(options: Iterable[Choice]) -> list[Choice]:
-        """Look at these; gives those that need too much."""
+    def tried(options: Iterable[Choice]) -> dict[Choice, float]:
+        """Look at these; gives those that need too much, with the least seconds they take."""
         nonlocal best
-        large = []
-        for choice, least_of, predict in _bounded(options, graph, costs, machine, wish, refused):
+        large: dict[Choice, float] = {}
+        for choice, least_of, predict in _bounded(
+            options, graph, costs, machine, wish, refused, cuts
+        ):
             reached = least_of.seconds if by_time else least_of.bytes
             hopeless = reached >= slack * best or least_of.bytes > wish.memory
             if least_of.bytes > wish.memory:
-                large.append(choice)
+                large[choice] = least_of.seconds
             if (prune and hopeless) or (enough and fitting):
                 pruned.append(least_of)
                 continue
@@ -155,16 +158,31 @@ def search(
                 best = min(best, candidate.seconds if by_time else candidate.bytes)
             else:
                 rest.append(candidate)
-                large.append(choice)
+                large[choice] = least_of.seconds
         return large
 
+    def leaner(
+        large: dict[Choice, float], variants: Callable[[Choice], Iterable[Choice]]
+    ) -> dict[Choice, float]:
+        """Look at leaner variants, of the fastest first, as long as one may win: being leaner makes
+        no plan faster."""
+        found: dict[Choice, float] = {}
+        for choice, seconds in sorted(large.items(), key=lambda item: item[1]):
+            if prune and seconds >= slack * best:
+                break
+            found |= tried(variants(choice))
+        return found
+
     options = list(choices(graph, wish.ranks, wish.micro_batches))
-    large = list(dict.fromkeys(tried(options)))
-    wanting = large if by_time else options
-    shared = [more for choice in wanting for more in sharing(choice, len(graph.blocks))]
-    left = list(dict.fromkeys(tried(shared)))
-    wanting = [*wanting, *(left if by_time else shared)]
-    tried(less for choice in wanting for less in recomputing(choice))
+    large = tried(options)
+    blocks = len(graph.blocks)
+    if by_time:
+        large |= leaner(large, lambda choice: sharing(choice, blocks))
+        leaner(large, recomputing)
+    else:
+        shared = [more for choice in options for more in sharing(choice, blocks)]
+        tried(shared)
+        tried(less for choice in (*options, *shared) for less in recomputing(choice))
     if not (fitting and (by_time or enough)):
         tried(streaming(graph, wish.ranks, wish.micro_batches))
     return Found(
@@ -183,10 +201,13 @@ def _bounded(
     machine: Machine,
     wish: Wish,
     refused: dict[str, str],
+    cuts: dict[object, tuple[Plan, Costs]],
 ) -> Iterator[tuple[Choice, Pruned, Callable[[], Candidate]]]:
-    """All candidates with the least that each could take, the most promising first."""
+    """All candidates with the least that each could take, the most promising first.
+
+    `cuts` are those that were made already.
+    """
     found: list[tuple[Choice, Pruned, Callable[[], Candidate]]] = []
-    cuts: dict[object, tuple[Plan, Costs]] = {}
     for choice in options:
         try:
             plan, staged = _cut(choice, graph, costs, machine, wish, cuts)
