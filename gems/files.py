@@ -9,6 +9,8 @@ import os
 import textwrap
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,21 +53,31 @@ def from_json(kind: type[T], text: str) -> T:
         raise GemsError(f"this is not the JSON of a {kind.__name__}: {error}") from error
 
 
-def write(path: str | Path, text: str) -> Path:
-    """Put `text` at `path` in one move: a reader sees the old file or the new one, never half."""
+@contextmanager
+def in_one_move(path: Path) -> Iterator[Path]:
+    """A file to fill, then put at `path`: a reader sees the old one or the new, never half.
+
+    If filling it fails, it is gone.
+    """
     import tempfile  # here, because it is half of what importing this room would take
 
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        yield Path(name)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
         raise
+
+
+def write(path: str | Path, text: str) -> Path:
+    """Put `text` at `path`, whole or not at all."""
+    path = Path(path)
+    with in_one_move(path) as file:
+        file.write_text(text, encoding="utf-8")
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from gems.errors import CheckpointError, GemsError
+from gems.files import in_one_move
 
 Tensor = torch.Tensor
 State = Mapping[str, Any]
@@ -21,18 +21,10 @@ def write_weights(path: str | Path, state: State) -> Path:
     """Write a state dict in the format of the name's ending, whole or not at all."""
     path = Path(path)
     _, put = _format(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        put(state, temporary)
-        os.chmod(temporary, 0o644)
-        with open(temporary, "rb") as file:
+    with in_one_move(path) as temporary:
+        put(state, str(temporary))
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     return path
 
 
