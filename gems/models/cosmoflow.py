@@ -29,7 +29,7 @@ def cosmo_flow(
 
     Channels double from `width` to 16 times that; pooling is the mean of 3³ with stride 2, and the
     fourth convolution has stride 2 too. Larger cubes are pooled more often, so that those of 128,
-    256 and 512 all have 9,437,636 parameters (published: 9.44 million). The numbers lie within
+    256 and 512 all have 9,437,636 parameters. The numbers lie within
     `bound`, by tanh; 0 leaves them as they are. `norm` is "none" or "batch".
     """
     _refuse(image_size, 32, width, norm, bound)
