@@ -75,10 +75,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Equal devices: the `link` between two of a node, and each one's `host_link`.
+    """Equal devices: the `link` between two of a node, and each one's `host_link` to its host.
 
     `node` is how many devices a node has (None: all are in one) and `between` the link of two
     devices on different nodes, which no other message shares. Rank r is on node `r // node`.
+    `disk` is the way to where a host puts away what it does not need now.
     `notes` says where each number is from, by its name: `{"device.flops": "data sheet"}`.
     """
 
@@ -88,6 +89,7 @@ class Machine:
     host_link: Link
     node: int | None = None
     between: Link | None = None
+    disk: Link = Link(1e9, 1e-4)
     notes: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,10 @@ class Machine:
             found.append("between links nodes, but node does not say how many devices one has")
         if found:
             raise PlanError(faults(f"machine {self.name!r} cannot be", found))
+
+    def way_to(self, place: str) -> Link:
+        """The way of what is put away: to the `host`, or to `disk`."""
+        return self.host_link if place == "host" else self.disk
 
     def node_of(self, rank: int) -> int:
         return 0 if self.node is None else rank // self.node

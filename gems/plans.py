@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from gems.errors import PlanError, faults
 from gems.grid import Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
 from gems.keep import Keep, Kept, by_stage, keep_faults, keep_of
+from gems.offload import Offload, offload_faults, offload_of, place_of
 from gems.stream import stream_faults
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "auto")
@@ -63,6 +64,8 @@ class Plan:
                    keeping only its inputs: written like `spatial`
     zero           what the ranks that hold a stage share out among them: 1 the optimizer's state,
                    2 gradients too, once they are summed, 3 the weights too, gathered when needed
+    offload        what is put away while it is not needed: `stash`, `weights`, `optimizer`, to the
+                   `host` or to `disk`: "stash", "stash:disk,optimizer"
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
@@ -85,6 +88,7 @@ class Plan:
     keep: Keep = "all"
     stream: Spatial = ()
     zero: int = 0
+    offload: Offload = ()
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,7 @@ class Plan:
         put("spatial", tiles_of(self.spatial))
         put("keep", keep_of(self.keep))
         put("stream", tiles_of(self.stream))
+        put("offload", offload_of(self.offload))
         if self.bidirectional is None:
             put("bidirectional", self.schedule in BIDIRECTIONAL)
         if not self.ranks:
@@ -139,6 +144,7 @@ class Plan:
         if self.sums not in SUMS:
             yield f"sums is {self.sums!r}; choose one of {', '.join(SUMS)}"
         yield from self._zero_faults()
+        yield from offload_faults(self.offload)
         tiles = tiles_of(self.spatial)
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
@@ -271,6 +277,10 @@ class Plan:
         keep = self.keeps[stage]
         last = micro_batch % self.micro_batches == self.micro_batches - 1
         return keep == "inputs" or (keep == "except-last" and not last)
+
+    def put_away(self, what: str) -> str:
+        """Where something is while it is not needed: `host`, `disk`, or "" if it stays."""
+        return place_of(self.offload, what)
 
     # --- how stages are cut ----------------------------------------------------------------
 

@@ -32,7 +32,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Memory:
-    """Live bytes of one rank, by kind, right after an action (or at the peak of a step)."""
+    """Live bytes of one rank, by kind, right after an action (or at the peak of a step).
+
+    What is put `away`, on the host or on disk, is not on the device, and no part of the total.
+    """
 
     weights: int = 0
     gradients: int = 0
@@ -40,6 +43,7 @@ class Memory:
     stash: int = 0
     boundary: int = 0
     communication: int = 0
+    away: int = 0
 
     @property
     def total(self) -> int:

@@ -32,7 +32,7 @@ TOWER = (
     ("plans", "costs"),
     ("stream",),
     ("graph", "layout"),
-    ("geometry", "grid", "windows", "machine", "keep"),
+    ("geometry", "grid", "windows", "machine", "keep", "offload"),
     ("files",),
     ("errors", "version"),
 )
@@ -45,7 +45,7 @@ VISITORS = {"__main__", "cli", DOOR}
 # These load no framework. The command line shows its help without one, too.
 PURE = {
     *("errors", "version", "files", "geometry", "grid", "windows", "layout", "machine", "graph"),
-    *("costs", "plans", "keep", "recompute", "stream", "overlap", "zero"),
+    *("costs", "plans", "keep", "offload", "recompute", "stream", "overlap", "zero"),
     *("schedule", "timeline", "estimate", "live", "price", "simulation", "draw", "planner"),
 }
 LIGHT = PURE | {DOOR, "__main__", "cli"}

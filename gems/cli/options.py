@@ -13,6 +13,7 @@ from gems.files import from_json
 from gems.grid import HALOS, LAYOUTS
 from gems.keep import spelled
 from gems.machine import MACHINES, Machine
+from gems.offload import offload_of
 from gems.plans import PLACEMENTS, SCHEDULES, ZERO, Plan
 
 if TYPE_CHECKING:
@@ -170,6 +171,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="what the ranks that hold a stage (data-parallel copies, two directions, tiles) share "
         "out among them: 1 the optimizer's state, 2 gradients too, 3 weights too (default 0)",
     )
+    put(
+        "--offload",
+        default="",
+        metavar="O",
+        help="what is put away while it is not needed: stash, weights (and the optimizer's state), "
+        "optimizer; to the host (default) or on disk: stash:disk,optimizer",
+    )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
@@ -214,6 +222,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         keep=spelled(given.keep),
         stream=tuple(filter(None, given.stream.split(","))),
         zero=given.zero,
+        offload=offload_of(given.offload),
     )
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from gems.machine import Device, Link, Machine
 from gems.torch.spatial.team import Team
+from gems.torch.store import Disk
 from gems.transport.torchdist import TorchDist
 
 REPEATS, EXCHANGES = 7, 100
@@ -40,8 +41,25 @@ def measured() -> Machine:
         "device.memory": "this computer's memory, shared by its cores",
         "link": "measured: gloo between two processes that work, and then wait for each other",
         "host_link": "a copy within memory",
+        "disk": "measured: 64 MiB to a file without a name where temporary files go, and back",
     }
-    return Machine("local", device, link, Link(device.bandwidth / 2, 1e-6), notes=notes)
+    within = Link(device.bandwidth / 2, 1e-6)
+    return Machine("local", device, link, within, disk=_disk(), notes=notes)
+
+
+def _disk() -> Link:
+    """The slower of writing and reading; the system may well keep some of it in memory."""
+    home = Disk(torch.device("cpu"))
+
+    def seconds(x: torch.Tensor) -> float:
+        slot = home.slot(x.nbytes)
+        return max(_best(lambda: slot.write(x).wait()), _best(lambda: slot.read(x).wait()))
+
+    try:
+        large = torch.ones(16 * 2**20)
+        return Link(large.nbytes / seconds(large), seconds(torch.ones(1)))
+    finally:
+        home.close()
 
 
 def _device() -> Device:

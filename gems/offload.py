@@ -1,0 +1,54 @@
+"""What a rank puts away while it is not needed, and where: a plan's words for it.
+
+stash       what micro-batches keep for backward, from forward on until backward comes to it
+weights     of stages that do not run now; where they are, the optimizer works, so its state is
+            there as well
+optimizer   the optimizer's state; weights stay
+
+host        the memory of the host: for GPUs, pinned, over a stream of its own
+disk        a file without a name: for hosts themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+WHAT = ("stash", "weights", "optimizer")
+WHERE = ("host", "disk")
+
+Offload = tuple[str, ...]  # "stash:host", in the order of WHAT
+
+
+def offload_of(given: str | Iterable[str] | Mapping[str, str]) -> Offload:
+    """As a plan has it: `"stash"`, `"stash:disk,optimizer"`, `["stash", "weights:disk"]` or
+    `{"stash": "disk"}`. Where nothing is said, it is the host."""
+    if isinstance(given, Mapping):
+        given = [f"{what}:{where}" for what, where in given.items()]
+    parts = given.split(",") if isinstance(given, str) else given
+    parts = [part.strip() for part in parts if part.strip()]
+    places = dict((part.partition(":")[0], part.partition(":")[2] or "host") for part in parts)
+    if "weights" in places:
+        places.setdefault("optimizer", places["weights"])
+    known = [what for what in WHAT if what in places]
+    unknown = [what for what in places if what not in WHAT]
+    return tuple(f"{what}:{places[what]}" for what in (*known, *unknown))
+
+
+def place_of(offload: Offload, what: str) -> str:
+    """Where it is put away: `host` or `disk`, or "" if it stays."""
+    return next((part.partition(":")[2] for part in offload if part.startswith(f"{what}:")), "")
+
+
+def offload_faults(offload: Offload) -> Iterable[str]:
+    for part in offload:
+        what, _, where = part.partition(":")
+        if what not in WHAT:
+            yield f"offload has {what!r}; choose from {', '.join(WHAT)}"
+        if where not in WHERE:
+            yield f"offload puts {what} to {where!r}; choose one of {', '.join(WHERE)}"
+    weights, optimizer = place_of(offload, "weights"), place_of(offload, "optimizer")
+    if weights and optimizer != weights:
+        yield (
+            f"offload puts weights to {weights} and the optimizer to {optimizer}; the optimizer "
+            "works where the weights are, so give both one place"
+        )
