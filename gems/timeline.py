@@ -55,16 +55,30 @@ class Meter:
     most bytes in total."""
 
     def __init__(self, standing: Memory) -> None:
-        self.now = self.peak = standing
+        self._live = {kind: getattr(standing, kind) for kind in (*KINDS, "away")}
+        self._total = self._most = standing.total
+        self.peak = standing
         self.stashes = self.most_stashes = 0
 
+    @property
+    def now(self) -> Memory:
+        return Memory(**self._live)
+
     def add(self, kind: str, size: int) -> None:
-        self.now = replace(self.now, **{kind: getattr(self.now, kind) + size})
-        if self.now.total > self.peak.total:
-            self.peak = self.now
+        self._change(kind, size)
+        self._look()
 
     def drop(self, kind: str, size: int) -> None:
-        self.now = replace(self.now, **{kind: getattr(self.now, kind) - size})
+        self._change(kind, -size)
+
+    def _change(self, kind: str, more: int) -> None:
+        self._live[kind] += more
+        if kind != "away":
+            self._total += more
+
+    def _look(self) -> None:
+        if self._total > self._most:
+            self._most, self.peak = self._total, self.now
 
     def keep(self, size: int) -> None:
         """One more stash."""
@@ -92,14 +106,9 @@ class Meter:
 
     def settle(self, standing: Memory) -> None:
         """What stands for itself (weights, gradients, optimizer) may have changed."""
-        self.now = replace(
-            self.now,
-            weights=standing.weights,
-            gradients=standing.gradients,
-            optimizer=standing.optimizer,
-        )
-        if self.now.total > self.peak.total:
-            self.peak = self.now
+        for kind in ("weights", "gradients", "optimizer"):
+            self._change(kind, getattr(standing, kind) - self._live[kind])
+        self._look()
 
 
 @dataclass(frozen=True)
