@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gems.costs import Costs
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Memory, Meter
@@ -22,9 +22,10 @@ def live(
     `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
     plan may stand for so many `copies` of it on further ranks.
     """
+    endless, plan = plan.schedule == ENDLESS, plan.unrolled
     proofs = receipts(schedule, plan)
     return [
-        _Rank(rank, plan, costs, state, proofs[rank], copies).run(row)
+        _Rank(rank, plan, costs, state, proofs[rank], copies, endless).run(row)
         for rank, row in enumerate(schedule.ranks)
     ]
 
@@ -33,8 +34,16 @@ class _Rank:
     """One rank's account. The engine does the same with tensors: see gems/engine/loop.py."""
 
     def __init__(
-        self, rank: int, plan: Plan, costs: Costs, state: float, proofs: Receipts, copies: int
+        self,
+        rank: int,
+        plan: Plan,
+        costs: Costs,
+        state: float,
+        proofs: Receipts,
+        copies: int,
+        endless: bool,
     ) -> None:
+        self.endless = endless
         self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
         self.shares: dict[int, Share] = {}
         self.gradients: dict[int, float] = {}
@@ -42,8 +51,8 @@ class _Rank:
             holders, place = len(plan.holders[s]) * copies, plan.holders[s].index(rank)
             self.shares[s] = share(costs[s], plan.zero, holders, place)
             # Where several ranks hold a stage, gradients have their place from the start, unless
-            # they are shared out.
-            if len(plan.holders[s]) > 1 and plan.zero < 2:
+            # they are shared out, or come and go with each update.
+            if len(plan.holders[s]) > 1 and plan.zero < 2 and not endless:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.summing: int | None = None  # the stage whose gradients are on their way
@@ -56,6 +65,8 @@ class _Rank:
     def _standing(self) -> Memory:
         weights = sum(mine.weights for mine in self.shares.values())
         weights += sum(self.shares[s].gathered for s in self.gathered)
+        if self.endless:  # what is trained is there in two versions
+            weights += sum(self.costs[s].gradients for s in self.shares)
         gradients = sum(self.gradients.values())
         return Memory(round(weights), round(gradients), self.optimizer)
 
@@ -88,6 +99,8 @@ class _Rank:
             self.gathered.add(action.stage)
         elif action.kind is Kind.DROP:
             self.gathered.remove(action.stage)
+        elif action.kind is Kind.UPDATE:
+            self.gradients.pop(action.stage, None)
         elif self.plan.zero < 2:
             return
         else:

@@ -11,6 +11,7 @@ The text form is what one writes on a whiteboard, and it parses back:
     2R       sum the gradients of stage 2 over its holders
     2G       gather its weights, of which each holder has a share (zero=3)
     2D       drop all but the own share again
+    2U       update its weights with the gradients that were summed last
     2F0@1    the same, in replica 1
 """
 
@@ -37,9 +38,11 @@ class Kind(str, Enum):
     REDUCE = "+"  # written 2R, without a micro-batch
     GATHER = "G"
     DROP = "D"
+    UPDATE = "U"
 
 
-WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D"}  # of a stage, not of a micro-batch
+# Of a stage, not of a micro-batch.
+WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D", Kind.UPDATE: "U"}
 TOGETHER = (Kind.REDUCE, Kind.GATHER)  # all holders of a stage take part
 
 
@@ -92,7 +95,7 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
-SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGD])")
+SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGDU])")
 
 
 def parse_action(text: str) -> Action:
@@ -213,9 +216,12 @@ class Meetings:
 def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
     """The sum or gather that a rank must be through with before an action of a lowered schedule.
 
-    With shared weights each action waits for its stage's. Where gradients are shared out, a sum
-    waits for the one before it, so that no more than one stage's are there as a whole.
+    An update waits for its gradients' sum. With shared weights each action waits for its stage's.
+    Where gradients are shared out, a sum waits for the one before it, so that no more than one
+    stage's are there as a whole.
     """
+    if action.kind is Kind.UPDATE:
+        return Action(Kind.REDUCE, action.stage)
     if action.computes and plan.zero == 3:
         return Action(Kind.GATHER, action.stage)
     if action.kind is Kind.REDUCE and plan.zero >= 2 and summed:
@@ -240,7 +246,9 @@ class Run:
         self.known: list[set[Fact]] = [set() for _ in schedule.ranks]
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
-        self.meets = plan.zero >= 2 and any(a.kind in TOGETHER for _, a in schedule)
+        kinds = {action.kind for _, action in schedule}
+        waits = plan.zero >= 2 or Kind.UPDATE in kinds
+        self.meets = waits and not kinds.isdisjoint(TOGETHER)
         self.meetings = Meetings(plan)
         self.summed: list[list[int]] = [[] for _ in schedule.ranks]
         self.through: list[Action] = []  # with the last action
