@@ -64,6 +64,12 @@ class Meter:
     def now(self) -> Memory:
         return Memory(**self._live)
 
+    def on(self) -> Meter:
+        """One that goes on from what is live now."""
+        new = Meter(self.now)
+        new.stashes = new.most_stashes = self.stashes
+        return new
+
     def add(self, kind: str, size: int) -> None:
         self._change(kind, size)
         self._look()

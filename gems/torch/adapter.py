@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import ShapeError
 from gems.machine import Machine
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
 from gems.torch.batch import Batch, describe, read_box, signature, stand_ins, tensors
@@ -42,6 +42,11 @@ from gems.transport.core import Transport
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]
+# What `begin` sets. Where two batches are under way, each has its own (turns.py).
+OF_A_BATCH = (
+    *("batch", "step", "training", "scale", "update", "kept", "losses", "outputs", "used"),
+    *("stash_bytes", "surge_bytes", "position", "of", "cut_losses", "statistics", "buckets"),
+)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -141,12 +146,14 @@ class TorchAdapter:
                 norms = self._norms(stage, self.of[real[0]])
                 self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets: dict[int, Bucket] = {}
-        for stage in self.stages if training and self.plan.zero < 2 else ():
+        later = self.plan.zero >= 2 or self.plan.schedule == ENDLESS  # when the first one comes
+        for stage in self.stages if training and not later else ():
             self._place(stage)
 
     def _place(self, stage: int) -> None:
         """Give gradients that will be summed their places, if they have none yet: before anything
-        runs, or, if they will be shared out, when the first of them comes."""
+        runs; or, if they will be shared out or those of the batch before are still there, when the
+        first of them comes."""
         if stage in self.buckets or len(self.plan.holders[stage]) == 1:
             return
         shard = self.shards.get(stage) if self.update else None
