@@ -147,6 +147,8 @@ class Run:
 
     def resume(self, older: Mapping[nn.Parameter, Tensor]) -> None:
         """Go on from weights that were put in place, and the version before them if it is known."""
+        if older:
+            self.turns.cover()
         self.turns.versions.resume(older)
         self.turns.restart()
 

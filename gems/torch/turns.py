@@ -37,8 +37,7 @@ class Turns:
 
     def begin(self, batch: Batch, step: int) -> None:
         """Get ready for the next batch, while the one before is under way."""
-        new = self.versions.cover(self.plain.parameters_here)
-        self.plain.weight_storages.update(map(storage_of, new))
+        self.cover()
         self.plain.begin(batch, step, training=True)
         turn = self.begun % AT_ONCE
         earlier = self.states[1 - turn].get("statistics", {}) if self.begun > self.summed else {}
@@ -48,6 +47,11 @@ class Turns:
         self.states[turn] = {name: getattr(self.plain, name) for name in OF_A_BATCH}
         self.now = turn
         self.begun += 1
+
+    def cover(self) -> None:
+        """Have two versions of all that is trained."""
+        new = self.versions.cover(self.plain.parameters_here)
+        self.plain.weight_storages.update(map(storage_of, new))
 
     def rest(self) -> None:
         """Show the newest weights; whoever looks at the model between steps sees those."""
