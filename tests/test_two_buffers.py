@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,7 +50,7 @@ def network() -> nn.Module:
 
 
 def by_equation(
-    model: nn.Module, data: list[Any], count: int, make: Any
+    model: nn.Module, data: list[Any], count: int, make: Any, before_batch: Any = lambda *_: None
 ) -> tuple[list[float], Any]:
     """W(t+1) = W(t) - update(gradient of batch t at W(max(t-1, 0))), in one process."""
     model = copy.deepcopy(model).train()
@@ -57,7 +58,8 @@ def by_equation(
     optimizer = make(parameters)
     before = [p.detach().clone() for p in parameters]
     losses = []
-    for inputs, targets in data:
+    for t, (inputs, targets) in enumerate(data):
+        before_batch(model, t)
         newest = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for p, old in zip(parameters, before, strict=True):
@@ -65,7 +67,8 @@ def by_equation(
         total = 0.0
         for x, y, share in micro_batches(inputs, targets, count):
             loss = cross_entropy(model(x), y) * share
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             total += float(loss.detach())
         with torch.no_grad():
             for p, new in zip(parameters, newest, strict=True):
@@ -148,7 +151,7 @@ def test_a_flush_changes_nothing_but_when_things_are_done() -> None:
         same_state(state, expected[1])
 
 
-def test_batches_of_other_sizes_and_weights_that_are_frozen_for_a_while() -> None:
+def test_batches_may_have_other_sizes() -> None:
     data = batches((12, 2, 6, 6), 3, 5, torch.float64)
     data[1:3] = batches((4, 2, 6, 6), 3, 1, torch.float64) + batches(
         (5, 2, 6, 6), 3, 1, torch.float64
@@ -159,6 +162,34 @@ def test_batches_of_other_sizes_and_weights_that_are_frozen_for_a_while() -> Non
     losses, state = trained(plan, network(), data, MAKERS["adam"])
     assert losses == pytest.approx(expected[0], rel=1e-10)
     same_state(state, expected[1])
+
+
+@pytest.mark.parametrize("keep", ("all", "inputs"))
+def test_weights_may_be_frozen_for_a_while_between_batches(keep: str) -> None:
+    plan, data = THREE if keep == "all" else replace(THREE, keep="inputs"), DATA[:5]
+
+    def freeze(model: nn.Module, t: int) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(t not in (0, 1) if name == "3.weight" else t != 3)
+
+    def work(trainer: Trainer) -> Any:
+        losses = []
+        for t, batch in enumerate(data):
+            if t == 2:
+                freeze(trainer.model, t)
+                with pytest.raises(GemsError, match="while a batch is under way; call flush"):
+                    trainer.step(*batch)
+            if t in (2, 3, 4) and (rest := trainer.flush()):
+                losses.append(rest.loss)
+            freeze(trainer.model, t)
+            step = trainer.step(*batch)
+            losses += [step.loss] if step.updated else []
+        return losses, trainer.state_dict()
+
+    expected = by_equation(network(), data, 3, MAKERS["momentum"], freeze)
+    for losses, state in on_ranks(plan, work):
+        assert losses == pytest.approx(expected[0][:-1], rel=1e-10)
+        same_state(state, expected[1])
 
 
 def test_dropout_does_not_depend_on_the_stages() -> None:
