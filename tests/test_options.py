@@ -311,6 +311,21 @@ def test_the_planner_chooses_within_the_memory_that_is_given(
     assert "nothing fits" in capsys.readouterr().err
 
 
+@shows("--offload-folder")
+def test_what_is_put_away_on_disk_is_in_the_folder_that_was_given(
+    tmp_path: Path, usual: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["--stages", "4", "--ranks", "1", "--schedule", "gpipe", "--offload", "stash:disk"]
+    plan += ["--offload-folder"]
+    away = trained(tmp_path / "a", *plan, tmp_path)
+    assert away.losses == pytest.approx(usual.losses, rel=1e-6)
+    nowhere = str(tmp_path / "nowhere")
+    assert main(["train", *TINY, *plan, nowhere, "--out", str(tmp_path / "b")]) == 1
+    assert f"no file can be made in {nowhere}" in capsys.readouterr().err
+    assert main(["train", *TINY, "--offload-folder", nowhere, "--out", str(tmp_path / "c")]) == 1
+    assert "puts nothing away on disk" in capsys.readouterr().err
+
+
 @shows("--machine", "--costs")
 def test_costs_are_of_the_machine_and_measured_if_asked_for() -> None:
     def seconds(*options: str) -> list[float]:

@@ -322,6 +322,7 @@ def trainer_from(
         precision=given.precision,
         seed=given.seed,
         backend=given.backend,
+        offload_folder=given.offload_folder,
         **more,
     )
 

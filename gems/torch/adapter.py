@@ -35,6 +35,7 @@ from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.rule import Notes
 from gems.torch.spatial.stage import Bound
 from gems.torch.spatial.stash import Slabs
+from gems.torch.store import Store
 from gems.torch.stream import Stream
 from gems.torch.trace import Trace, trace
 from gems.torch.weights import Ownership
@@ -82,11 +83,12 @@ class TorchAdapter:
         machine: Machine,
         transport: Transport,
         leaves: tuple[str, ...] = (),
+        stash: Store | None = None,
     ) -> None:
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
         self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
-        self.leaves = leaves
+        self.leaves, self.store_of_stash = leaves, stash
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
         self.again = Again()

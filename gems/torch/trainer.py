@@ -45,6 +45,7 @@ from gems.torch.profile import measure
 from gems.torch.random import key
 from gems.torch.scale import LossScale
 from gems.torch.spatial.team import CHANNEL
+from gems.torch.store import Store, store
 from gems.torch.trace import Trace, as_module, trace
 from gems.torch.weight_files import write_weights
 from gems.torch.weights import (
@@ -105,6 +106,8 @@ class Trainer:
     scheduler    optimizer -> learning-rate scheduler, stepped after every update; one that looks at
                  a metric is given the loss of the call that made the update
     interrupt    signals to hear: `step` tells all ranks when one was told to stop
+    offload_folder  where the files are of what the plan puts away on disk; the temporary folder
+                 if left out
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Trainer:
         transport: Transport | None = None,
         scheduler: MakeScheduler | None = None,
         interrupt: Interrupt | None = None,
+        offload_folder: str | Path | None = None,
     ) -> None:
         self.transport = transport or connect(backend)
         self.rank = self.transport.rank
@@ -143,6 +147,8 @@ class Trainer:
         self.first = 0  # those of its first call
         self.trained: set[str] = set()  # weights that the update under way has a gradient for
         self.interrupt, self.closed = interrupt, False
+        self.offload_folder = offload_folder
+        self.stores: list[Store] = []
         self._local: Timeline | None = None
         self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
         self.scale = LossScale() if precision == "fp16" else None
@@ -184,12 +190,13 @@ class Trainer:
         self._check_options(sample)
         if not isinstance(plan, Plan) and plan != "auto":
             plan = from_json(Plan, Path(plan).read_text())
+        chosen_here = plan == "auto"
         self.model, self.leaves = as_module(model)
         traced = self._trace(sample)
         self.leaves = traced.record.leaves
-        if plan == "auto" or (isinstance(plan, Plan) and (plan.cut or plan.stream)):
+        if chosen_here or (isinstance(plan, Plan) and (plan.cut or plan.stream)):
             traced = replace(traced, graph=with_halos(traced, self.model))
-        blocks = self._block_costs(costs, traced, planned=plan == "auto")
+        blocks = self._block_costs(costs, traced, planned=chosen_here)
         plan = self._chosen(plan, traced, blocks)
         if plan.world != self.transport.world:
             raise PlanError(
@@ -200,6 +207,12 @@ class Trainer:
             raise PlanError(
                 f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
                 "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
+            )
+        disk = any(part.endswith(":disk") for part in plan.offload)
+        if self.offload_folder is not None and not (chosen_here or disk):
+            raise PlanError(
+                f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
+                "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
             )
         stage_of = stages(plan, traced.graph, blocks, self.memory)
         plan = written(plan, traced.graph, stage_of)
@@ -326,10 +339,18 @@ class Trainer:
             machine=self.machine,
             transport=transport,
             leaves=self.leaves,
+            stash=self._store("stash"),
         )
         if plan.schedule != ENDLESS:
             self.engine = Engine(plan, self.schedule, self.adapter, transport)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
+
+    def _store(self, what: str) -> Store | None:
+        """Where something is while it is put away; None if it stays."""
+        if not (place := self.plan.put_away(what)):
+            return None
+        self.stores.append(store(place, self.device, self.offload_folder))
+        return self.stores[-1]
 
     def forecast(self) -> Timeline:
         """What a step of this plan should take: seconds by the costs, and live bytes over time.
@@ -648,4 +669,6 @@ class Trainer:
         if self.endless is not None and not self.endless.engine.failed and not self.closed:
             self.flush()
         self.closed = True
+        for away in self.stores:
+            away.close()
         self.transport.close()
