@@ -192,6 +192,11 @@ class Plan:
                 f"zero={self.zero} has no place for the second version of weights that 2bw keeps; "
                 "leave it out, or use '1f1b'"
             )
+        if self.offload:
+            yield (
+                f"2bw puts nothing away ({', '.join(self.offload)}): what is stored in one step "
+                "would be wanted in the next; leave offload out, or use '1f1b'"
+            )
         if self.sums != "early":
             yield f"sums={self.sums!r} is at the end of a step, and 2bw has none; leave it out"
         if "except-last" in (self.keep if isinstance(self.keep, tuple) else (self.keep,)):

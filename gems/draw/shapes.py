@@ -18,6 +18,8 @@ ACTIONS = {
     "+": ("sum of gradients", "#7b3fa0", "#7b3fa0"),
     "G": ("gather of weights", "#a0527b", "#a0527b"),
     "D": ("drop of weights", "#8a94a0", "#8a94a0"),
+    "S": ("store", "#8f6b1d", "#d8c08a"),
+    "L": ("load", "#3d7f4f", "#a9d3b3"),
     ">": ("message", "#52606d", "#9aa5b1"),
 }
 MEMORY = {

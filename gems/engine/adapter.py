@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from gems.schedule.core import Message
 from gems.timeline import Memory
+from gems.transport.core import Handle
 
 Tensors = dict[str, Any]
 
@@ -72,6 +73,22 @@ class Adapter(Protocol):
 
     def drop(self, stage: int) -> None:
         """Let go of all weights of a stage but the own part."""
+        ...
+
+    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+        """Begin to put away what a micro-batch keeps on a stage."""
+        ...
+
+    def let_go(self, stage: int, micro_batch: int) -> None:
+        """That is stored: its memory may go."""
+        ...
+
+    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+        """Make room for it, and begin to fetch it."""
+        ...
+
+    def arrive(self, stage: int, micro_batch: int) -> None:
+        """It is here again."""
         ...
 
     def stash(self, stage: int, micro_batch: int) -> int:

@@ -27,6 +27,7 @@ from gems.torch.defer import Entry, Ledger, receive, settle
 from gems.torch.junction import Passage, buffers, pack, unpack
 from gems.torch.meter import storage_of
 from gems.torch.norms import Statistics, unrecorded
+from gems.torch.offload import Bundle, View, opened
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, as_it_was, snapshot, touched
@@ -39,7 +40,7 @@ from gems.torch.store import Store
 from gems.torch.stream import Stream
 from gems.torch.trace import Trace, trace
 from gems.torch.weights import Ownership
-from gems.transport.core import Transport
+from gems.transport.core import Handle, Transport
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]
@@ -60,8 +61,9 @@ class Kept:
     gradients: dict[str, Tensor]  # of received values, filled in by backward
     wants: tuple[str, ...]  # the received values that want one
     page: list[Entry] | None  # weight gradients put off
-    received: dict[str, Tensor]  # what there is until the stage is recomputed
+    received: dict[str, Tensor | View]  # what there is until the stage is recomputed
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
+    bundle: Bundle | None = None  # what of all this is put away until backward
 
 
 class TorchAdapter:
@@ -96,6 +98,7 @@ class TorchAdapter:
         self.put_off = {
             (a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes
         }
+        self.put_away = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE}
         self.unordered = unordered.intersection(self.stages)
         self.cuts: dict[Any, Cut] = {}
         self.optimizer: torch.optim.Optimizer | None = None
@@ -284,9 +287,11 @@ class TorchAdapter:
         i, cut = micro_batch, self.of[micro_batch]
         put_off = self.training and (stage, i) in self.put_off
         kept = Kept({}, None, {}, (), [] if put_off else None, {})
+        if self.training and (stage, i) in self.put_away:
+            kept.bundle = Bundle(self.weight_storages, self.device)
         later = self.training and self.plan.recomputes(stage, i)
         if later:
-            kept.received = dict(received)
+            kept.received = {name: _held(x, kept.bundle) for name, x in received.items()}
             kept.before = snapshot(touched(cut.calls(stage), self.model))
             self.stash_bytes[stage, i] = self.size(list(received.values()))
         with ExitStack() as stack:
@@ -305,7 +310,8 @@ class TorchAdapter:
         """The forward once more, which kept nothing; its statistics were taken the first time."""
         i, cut = micro_batch, self.of[micro_batch]
         kept = self.kept[stage, i]
-        received, kept.received = kept.received, {}
+        received = {name: opened(x) for name, x in kept.received.items()}
+        kept.received, kept.bundle = {}, None
         norms = [module for module, _ in self._norms(stage, cut)]
         buffers = touched(cut.calls(stage), self.model)
         with unrecorded(norms), as_it_was(buffers, kept.before):
@@ -321,8 +327,11 @@ class TorchAdapter:
         keeps = self.training and torch.is_grad_enabled()
         arguments = self._arguments(cut, stage, i, program, received, kept, bound)
         self.draws.at(self.step, i)
-        slabs = Slabs(self.weight_storages) if bound is not None and keeps else None
-        with self._around(bound, slabs, kept.page if keeps else None):
+        bundle = kept.bundle if keeps else None
+        slabs = Slabs(self.weight_storages, bundle) if bound is not None and keeps else None
+        if isinstance(program, Stream):
+            program.bundle = bundle
+        with self._around(bound, slabs, kept.page if keeps else None, bundle):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage == self.plan.depth - 1:
@@ -353,7 +362,11 @@ class TorchAdapter:
 
     @contextmanager
     def _around(
-        self, bound: Bound | None, slabs: Slabs | None, page: list[Entry] | None
+        self,
+        bound: Bound | None,
+        slabs: Slabs | None,
+        page: list[Entry] | None,
+        bundle: Bundle | None = None,
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and an eye on what is kept."""
         notes = Notes() if bound is None else bound.memory
@@ -361,12 +374,14 @@ class TorchAdapter:
             stack.enter_context(self._autocast())
             if slabs is not None:
                 stack.enter_context(slabs.watching())
-            notes.now = slabs
+            elif bundle is not None:
+                stack.enter_context(bundle.watching())
+            notes.now, self.ledger.bundle = slabs, bundle
             self.ledger.page = notes.page = page
             try:
                 yield
             finally:
-                self.ledger.page = notes.page = notes.now = None
+                self.ledger.page = notes.page = notes.now = self.ledger.bundle = None
 
     def _arguments(
         self,
@@ -493,6 +508,26 @@ class TorchAdapter:
         kept = self.kept.pop((stage, micro_batch))
         if kept.page:
             settle(kept.page)
+
+    # --- memory put away ----------------------------------------------------------------------
+
+    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+        assert self.store_of_stash is not None
+        return self._bundle(stage, micro_batch).store(self.store_of_stash)
+
+    def let_go(self, stage: int, micro_batch: int) -> None:
+        self._bundle(stage, micro_batch).let_go()
+
+    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+        return self._bundle(stage, micro_batch).load()
+
+    def arrive(self, stage: int, micro_batch: int) -> None:
+        self._bundle(stage, micro_batch).arrive()
+
+    def _bundle(self, stage: int, micro_batch: int) -> Bundle:
+        bundle = self.kept[stage, micro_batch].bundle
+        assert bundle is not None, "what is not going to be stored is not watched"
+        return bundle
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -637,3 +672,8 @@ class TorchAdapter:
         stamp.synchronize()
         passed = self.first_stamp.elapsed_time(stamp) / 1e3
         return passed, passed
+
+
+def _held(x: Tensor, bundle: Bundle | None) -> Tensor | View:
+    """What a stage received, as it is kept until it runs again."""
+    return x if bundle is None else bundle.keep(x, x._version)

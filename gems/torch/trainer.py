@@ -28,7 +28,8 @@ from gems.plans import ENDLESS, Plan
 from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
-from gems.schedule.core import Schedule
+from gems.schedule.core import Kind, Schedule
+from gems.schedule.offload import BETWEEN
 from gems.schedule.passes import forward_only, lower, recompute
 from gems.simulation import simulate
 from gems.timeline import Timeline, merged
@@ -228,6 +229,7 @@ class Trainer:
             one = plan.one_copy()
             order = require(recompute(schedule, one), one)
             self.schedule = require(lower(order, plan), plan)
+        self._refuse_nothing_away()
         self.owned = ownership(traced.graph, stage_of, plan)
         self.minders = minders(self.model, traced, stage_of, self.owned, plan)
         self.first_name = traced.record.names
@@ -245,6 +247,15 @@ class Trainer:
         self.endless = Run(self) if plan.schedule == ENDLESS else None
         self.adapter.remember(sample, traced)
         return f"{key(str(self.schedule), plan)}"
+
+    def _refuse_nothing_away(self) -> None:
+        wanted = self.plan.put_away("stash")
+        if wanted and not any(action.kind is Kind.STORE for _, action in self.schedule):
+            raise PlanError(
+                f"offload='stash:{wanted}' puts away what waits for its backward while a rank does "
+                f"{BETWEEN} other things or more, and in this schedule nothing waits so long; use "
+                "more micro-batches, more stages on a rank, or leave it out"
+            )
 
     def _check_options(self, sample: Any) -> None:
         if not tensors(sample):

@@ -19,6 +19,7 @@ from gems.timeline import Memory
 from gems.torch.adapter import OF_A_BATCH, TorchAdapter
 from gems.torch.batch import Batch
 from gems.torch.meter import storage_of
+from gems.torch.store import Handle
 from gems.torch.versions import Versions
 
 Tensor = torch.Tensor
@@ -136,6 +137,18 @@ class Turns:
 
     def drop(self, stage: int) -> None:
         self.plain.drop(stage)
+
+    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+        return self.plain.store(stage, self._at(micro_batch))
+
+    def let_go(self, stage: int, micro_batch: int) -> None:
+        self.plain.let_go(stage, self._at(micro_batch))
+
+    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+        return self.plain.load(stage, self._at(micro_batch))
+
+    def arrive(self, stage: int, micro_batch: int) -> None:
+        self.plain.arrive(stage, self._at(micro_batch))
 
     def stash(self, stage: int, micro_batch: int) -> int:
         return self.plain.stash(stage, self._at(micro_batch))
