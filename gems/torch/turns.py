@@ -19,8 +19,8 @@ from gems.timeline import Memory
 from gems.torch.adapter import OF_A_BATCH, TorchAdapter
 from gems.torch.batch import Batch
 from gems.torch.meter import storage_of
-from gems.torch.store import Handle
 from gems.torch.versions import Versions
+from gems.transport.core import Handle
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
