@@ -56,6 +56,7 @@ class Meter:
 
     def __init__(self, standing: Memory) -> None:
         self.now = self.peak = standing
+        self.away = standing.away  # what the account of `standing` has put away
         self.stashes = self.most_stashes = 0
 
     def add(self, kind: str, size: int) -> None:
@@ -91,13 +92,16 @@ class Meter:
         self.drop("stash", size)
 
     def settle(self, standing: Memory) -> None:
-        """What stands for itself (weights, gradients, optimizer) may have changed."""
+        """What stands for itself (weights, gradients, optimizer) may have changed, and so may
+        what is put away of it."""
         self.now = replace(
             self.now,
             weights=standing.weights,
             gradients=standing.gradients,
             optimizer=standing.optimizer,
+            away=self.now.away + standing.away - self.away,
         )
+        self.away = standing.away
         if self.now.total > self.peak.total:
             self.peak = self.now
 

@@ -9,8 +9,9 @@ The text form is what one writes on a whiteboard, and it parses back:
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
     2R       sum the gradients of stage 2 over its holders
-    2G       gather its weights, of which each holder has a share (zero=3)
+    2G       gather its weights, of which each holder has a share (zero=3), or which are put away
     2D       drop all but the own share again
+    2U       update its weights
     2F0@1    the same, in replica 1
 """
 
@@ -37,9 +38,11 @@ class Kind(str, Enum):
     REDUCE = "+"  # written 2R, without a micro-batch
     GATHER = "G"
     DROP = "D"
+    UPDATE = "U"
 
 
-WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D"}  # of a stage, not of a micro-batch
+# Of a stage, not of a micro-batch.
+WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D", Kind.UPDATE: "U"}
 TOGETHER = (Kind.REDUCE, Kind.GATHER)  # all holders of a stage take part
 
 
@@ -92,7 +95,7 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
-SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGD])")
+SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGDU])")
 
 
 def parse_action(text: str) -> Action:
@@ -188,6 +191,8 @@ class Meetings:
 
     def begin(self, rank: int, action: Action) -> list[Action]:
         """A rank has come to it. Gives those that are through now, in order."""
+        if not _meets(action, self.plan):
+            return [action]
         self.begun[rank][action] += 1
         self.queues[rank].append(action)
         through: list[Action] = []
@@ -210,16 +215,25 @@ class Meetings:
         return self.ended[action] >= self.begun[rank][action]
 
 
+def _meets(action: Action, plan: Plan) -> bool:
+    """Whether it takes others: weights that are put away each rank fetches for itself, unless they
+    are shared out as well."""
+    return action.kind in TOGETHER and (action.kind is not Kind.GATHER or plan.zero == 3)
+
+
 def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
     """The sum or gather that a rank must be through with before an action of a lowered schedule.
 
-    With shared weights each action waits for its stage's. Where gradients are shared out, a sum
-    waits for the one before it, so that no more than one stage's are there as a whole.
+    Where weights come and go each action waits for its stage's. Where gradients go once they are
+    summed, a sum waits for the one before it, so that no more than one stage's are there as a
+    whole. An update waits for its gradients.
     """
-    if action.computes and plan.zero == 3:
+    if action.computes and (plan.zero == 3 or "weights" in plan.away):
         return Action(Kind.GATHER, action.stage)
-    if action.kind is Kind.REDUCE and plan.zero >= 2 and summed:
+    if action.kind is Kind.REDUCE and plan.frees_gradients and summed:
         return Action(Kind.REDUCE, summed[-1])
+    if action.kind is Kind.UPDATE:
+        return Action(Kind.REDUCE, action.stage)
     return None
 
 
@@ -240,7 +254,8 @@ class Run:
         self.known: list[set[Fact]] = [set() for _ in schedule.ranks]
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
-        self.meets = plan.zero >= 2 and any(a.kind in TOGETHER for _, a in schedule)
+        waits = plan.frees_gradients or plan.updates == "eager"
+        self.meets = waits and any(a.kind in TOGETHER for _, a in schedule)
         self.meetings = Meetings(plan)
         self.summed: list[list[int]] = [[] for _ in schedule.ranks]
         self.through: list[Action] = []  # with the last action

@@ -38,13 +38,14 @@ class Slot(Protocol):
     """So many bytes of a store."""
 
     size: int
+    memory: Tensor | None  # its bytes, where they are memory of the host
 
-    def write(self, tensor: Tensor) -> Handle:
-        """Take a tensor's bytes."""
+    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+        """Take a tensor's bytes, from byte `start` of the slot on."""
         ...
 
-    def read(self, into: Tensor) -> Handle:
-        """Give the bytes that were written last."""
+    def read(self, into: Tensor, start: int = 0) -> Handle:
+        """Give the bytes that were written last, from byte `start` on."""
         ...
 
     def free(self) -> None:
@@ -126,11 +127,11 @@ class _HostSlot:
     def __init__(self, home: Host, memory: Tensor) -> None:
         self.home, self.memory, self.size = home, memory, memory.numel()
 
-    def write(self, tensor: Tensor) -> Handle:
-        return self.home.copy(self.memory, flat_bytes(tensor))
+    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+        return self.home.copy(self.memory[start : start + tensor.nbytes], flat_bytes(tensor))
 
-    def read(self, into: Tensor) -> Handle:
-        return self.home.copy(flat_bytes(into), self.memory)
+    def read(self, into: Tensor, start: int = 0) -> Handle:
+        return self.home.copy(flat_bytes(into), self.memory[start : start + into.nbytes])
 
     def free(self) -> None:
         self.home.used -= self.size
@@ -177,22 +178,22 @@ class _Written:
 class _DiskSlot:
     def __init__(self, home: Disk, at: int, size: int) -> None:
         self.home, self.at, self.size = home, at, size
+        self.memory = None
 
-    def write(self, tensor: Tensor) -> Handle:
+    def write(self, tensor: Tensor, start: int = 0) -> Handle:
         memory = flat_bytes(tensor)
-        return _Written(self.home.worker.submit(self._write, memory))
+        return _Written(self.home.worker.submit(self._write, memory, self.at + start))
 
-    def read(self, into: Tensor) -> Handle:
+    def read(self, into: Tensor, start: int = 0) -> Handle:
         memory = flat_bytes(into)
-        return _Written(self.home.worker.submit(self._read, memory))
+        return _Written(self.home.worker.submit(self._read, memory, self.at + start))
 
     def free(self) -> None:
         self.home.used -= self.size
         self.home.spare[self.size].append(self.at)
 
-    def _write(self, memory: Tensor) -> None:
+    def _write(self, memory: Tensor, at: int) -> None:
         left = memory.cpu().numpy().data
-        at = self.at
         while left:
             try:
                 done = os.pwrite(self.home.file.fileno(), left, at)
@@ -203,9 +204,9 @@ class _DiskSlot:
                 ) from error
             left, at = left[done:], at + done
 
-    def _read(self, memory: Tensor) -> None:
-        here = memory if memory.device.type == "cpu" else torch.empty(self.size, dtype=torch.uint8)
-        left, at = here.numpy().data, self.at
+    def _read(self, memory: Tensor, at: int) -> None:
+        here = memory if memory.device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8)
+        left = here.numpy().data
         while left:
             done = os.preadv(self.home.file.fileno(), [left], at)
             if not done:
