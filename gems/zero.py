@@ -64,9 +64,7 @@ def needed(shares: Sequence[Share], state: float) -> float:
     return standing + max((s.gathered + s.gradients - s.summed for s in shares), default=0.0)
 
 
-def share(
-    cost: Cost, zero: int, holders: int, place: int = 0, away: Collection[str] = ()
-) -> Share:
+def share(cost: Cost, zero: int, holders: int, place: int = 0, away: Collection[str] = ()) -> Share:
     """What the holder at `place` has of a stage, of which so much is put `away`."""
     whole = cost.gradients
     if not zero or holders < 2:
@@ -92,7 +90,5 @@ def _put_away(found: Share, whole: float, home: float, away: Collection[str]) ->
     if "optimizer" in away:
         found = replace(found, optimizer=0.0)
     if "weights" in away:
-        found = replace(
-            found, weights=found.weights - home, gathered=whole, summed=0.0, home=home
-        )
+        found = replace(found, weights=found.weights - home, gathered=whole, summed=0.0, home=home)
     return found

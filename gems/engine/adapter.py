@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from gems.schedule.core import Message
 from gems.timeline import Memory
+from gems.transport.core import Handle
 
 Tensors = dict[str, Any]
 
@@ -66,12 +67,18 @@ class Adapter(Protocol):
         """The sums are there."""
         ...
 
-    def gather(self, stage: int) -> list[Any]:
-        """Make room for a stage's weights, of which each holder has a part: what to gather."""
+    def gather(self, stage: int) -> tuple[list[Any], list[Handle]]:
+        """Make room for a stage's weights: what to gather, if each holder has a part, and what is
+        under way from where it was put away."""
         ...
 
     def drop(self, stage: int) -> None:
         """Let go of all weights of a stage but the own part."""
+        ...
+
+    def update(self, stage: int) -> int:
+        """Step a stage's weights; its gradients are summed. Gives the bytes that were brought back
+        for it, from where they are put away."""
         ...
 
     def stash(self, stage: int, micro_batch: int) -> int:

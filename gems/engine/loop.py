@@ -199,10 +199,12 @@ class Engine:
 
     def _reduce(self, action: Action) -> None:
         ranks = self.plan.holders[action.stage]
+        if len(ranks) == 1 and "weights" in self.plan.away:  # complete, and not needed here
+            self._stamped(action, partial(self._settle, action.stage))
         if len(ranks) == 1:
             return
 
-        if self.plan.zero > 1:  # of whole gradients, have one stage's at a time
+        if self.plan.frees_gradients:  # of whole gradients, have one stage's at a time
             self._settle_sums()
 
         def work() -> None:
@@ -229,9 +231,9 @@ class Engine:
         ranks = self.plan.holders[action.stage]
 
         def work() -> None:
-            buffers = self.adapter.gather(action.stage)
+            buffers, handles = self.adapter.gather(action.stage)
             self.meter.settle(self.adapter.standing())
-            handles = [self.transport.all_gather(buffer, ranks) for buffer in buffers]
+            handles += [self.transport.all_gather(buffer, ranks) for buffer in buffers]
             self.gathering[action.stage] = handles
 
         self._stamped(action, work)
@@ -242,6 +244,17 @@ class Engine:
 
         def work() -> None:
             self.adapter.drop(action.stage)
+            self.meter.settle(self.adapter.standing())
+
+        self._stamped(action, work)
+
+    def _update(self, action: Action) -> None:
+        self._settle_sums()
+
+        def work() -> None:
+            brought = self.adapter.update(action.stage)
+            self.meter.add("optimizer", brought)
+            self.meter.drop("optimizer", brought)
             self.meter.settle(self.adapter.standing())
 
         self._stamped(action, work)
@@ -282,4 +295,5 @@ RUN: dict[Kind, Do] = {
     Kind.REDUCE: Engine._reduce,
     Kind.GATHER: Engine._gather,
     Kind.DROP: Engine._drop,
+    Kind.UPDATE: Engine._update,
 }

@@ -35,10 +35,11 @@ from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.rule import Notes
 from gems.torch.spatial.stage import Bound
 from gems.torch.spatial.stash import Slabs
+from gems.torch.store import Store
 from gems.torch.stream import Stream
 from gems.torch.trace import Trace, trace
-from gems.torch.weights import Ownership
-from gems.transport.core import Transport
+from gems.torch.weights import Ownership, Unmade
+from gems.transport.core import Handle, Transport
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]
@@ -77,7 +78,10 @@ class TorchAdapter:
         machine: Machine,
         transport: Transport,
         leaves: tuple[str, ...] = (),
+        unmade: Unmade | None = None,
+        home: Store | None = None,
     ) -> None:
+        """`unmade` are weights to be initialised; `home` is where they are put away."""
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
         self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
@@ -96,6 +100,10 @@ class TorchAdapter:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
+        self.home, self.unmade = home, unmade
+        self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
+        self.wants_norm = False
+        self.updating: Callable[[int], int] | None = None
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
         self.in_shards = {id(p) for parameters in shared for p in parameters}
@@ -105,13 +113,20 @@ class TorchAdapter:
         self.weight_storages = {storage_of(t) for t in self.weights.values()}
 
     def _shared_out(self) -> dict[int, Shard]:
-        """The stages of this rank whose state is divided among their holders."""
+        """The stages of this rank whose state is divided among their holders, or put away: one
+        after the other, so that of weights that are made here one stage's are there at a time."""
         found: dict[int, Shard] = {}
         for stage in self.stages:
+            if self.unmade is not None:
+                self.unmade.make(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
-            if self.plan.sharers(stage) > 1 and mine:
-                holders = self.plan.holders[stage]
-                found[stage] = Shard(mine, holders, self.rank, self.plan.zero)
+            level = self.plan.zero if self.plan.sharers(stage) > 1 else 0
+            if mine and (level or self.home is not None):
+                holders = self.plan.holders[stage] if level else (self.rank,)
+                found[stage] = Shard(mine, holders, self.rank, level, self.home)
+        if self.unmade is not None:
+            self.unmade.make()
+            self.unmade = None
         return found
 
     # --- one step -----------------------------------------------------------------------------
@@ -121,7 +136,7 @@ class TorchAdapter:
     ) -> None:
         """Get ready for a step. A micro-batch's loss weighs its share of samples times `scale`."""
         self.batch, self.step, self.training = batch, step, training
-        self.scale, self.update = scale, update
+        self.scale, self.updates = scale, update
         self.kept: dict[tuple[int, int], Kept] = {}
         self.losses: list[tuple[int, Tensor]] = []
         self.outputs: dict[int, Any] = {}
@@ -141,7 +156,7 @@ class TorchAdapter:
                 norms = self._norms(stage, self.of[real[0]])
                 self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets: dict[int, Bucket] = {}
-        for stage in self.stages if training and self.plan.zero < 2 else ():
+        for stage in self.stages if training and not self.plan.frees_gradients else ():
             self._place(stage)
 
     def _place(self, stage: int) -> None:
@@ -149,9 +164,9 @@ class TorchAdapter:
         runs, or, if they will be shared out, when the first of them comes."""
         if stage in self.buckets or len(self.plan.holders[stage]) == 1:
             return
-        shard = self.shards.get(stage) if self.update else None
+        shard = self.shards.get(stage) if self.updates else None
         self.buckets[stage] = Bucket(
-            self.parameters(stage) if self.update else [],
+            self.parameters(stage) if self.updates else [],
             self.statistics[stage].sums if stage in self.statistics else [],
             shard.places() if shard else None,
         )
@@ -532,19 +547,31 @@ class TorchAdapter:
         return self.buckets[stage].fill()
 
     def scattered(self, stage: int) -> list[Tensor]:
-        return self.shards[stage].gradients if self.update and stage in self.shards else []
+        return self.shards[stage].gradients if self.updates and stage in self.shards else []
 
     def unbucket(self, stage: int) -> None:
-        sums = self.buckets.pop(stage).empty()
-        if stage in self.statistics:
-            self.statistics[stage].finish(sums)
-        if self.update and stage in self.shards:
-            self.shards[stage].settle()
+        if stage in self.buckets:  # it has several holders
+            sums = self.buckets.pop(stage).empty()
+            if stage in self.statistics:
+                self.statistics[stage].finish(sums)
+        if self.updates and stage in self.shards:
+            self.shards[stage].settle(norm=self.wants_norm)
 
-    # --- shared weights -----------------------------------------------------------------------
+    def update(self, stage: int) -> int:
+        assert self.updating is not None
+        return self.updating(stage) if self.updates else 0
 
-    def gather(self, stage: int) -> list[Tensor]:
-        return self.shards[stage].gather() if stage in self.shards else []
+    # --- weights that come and go ---------------------------------------------------------------
+
+    def gather(self, stage: int) -> tuple[list[Tensor], list[Handle]]:
+        if (shard := self.shards.get(stage)) is None:
+            return [], []
+        handles = shard.gather()
+        if shard.level < 3:
+            return [], handles
+        for handle in handles:  # others get our part from here
+            handle.wait()
+        return shard.memory, []
 
     def drop(self, stage: int) -> None:
         if stage in self.shards:
@@ -555,8 +582,11 @@ class TorchAdapter:
         """All of this rank's weights, in which one may write; all ranks must come here, unless what
         they are now is of no interest and need not be `fetched`."""
         apart = [shard for shard in self.shards.values() if not shard.whole]
-        pairs = [(memory, shard.holders) for shard in apart for memory in shard.gather()]
-        for handle in [self.transport.all_gather(*pair) for pair in pairs if fetched]:
+        for handle in [handle for shard in apart for handle in shard.gather()]:
+            handle.wait()
+        shared = [shard for shard in apart if fetched and shard.level == 3]
+        pairs = [(memory, shard.holders) for shard in shared for memory in shard.memory]
+        for handle in [self.transport.all_gather(*pair) for pair in pairs]:
             handle.wait()
         try:
             yield
@@ -604,10 +634,17 @@ class TorchAdapter:
         for shard in self.shards.values():
             gradients += shard.gradient_bytes
             weights += shard.weight_bytes
+        state = self.state()
+        away = sum(store.used for store in self.stores)
+        if self.plan.put_away("weights") == "host":  # where the optimizer works, its state is
+            away, state = away + self.size(state), []
+        here = self.size([x for x in state if x.untyped_storage().nbytes()])
+        return Memory(weights=weights, gradients=gradients, optimizer=here, away=away)
+
+    def state(self) -> list[Tensor]:
+        """The optimizer's, wherever it is."""
         state = self.optimizer.state.values() if self.optimizer else ()
-        tensors = [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
-        optimizer = sum(x.numel() * x.element_size() for x in tensors)
-        return Memory(weights=weights, gradients=gradients, optimizer=optimizer)
+        return [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
 
     def size(self, buffers: Sequence[Tensor]) -> int:
         return sum(b.numel() * b.element_size() for b in buffers)

@@ -16,6 +16,7 @@ memory on some systems, and nothing would be saved.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections import defaultdict
@@ -26,19 +27,21 @@ from typing import Protocol
 import torch
 
 from gems.errors import GemsError
+from gems.transport.core import Done, Handle
 
 Tensor = torch.Tensor
-
-
-class Handle(Protocol):
-    def wait(self) -> None: ...
+EMPTY = memoryview(b"")
 
 
 class Slot(Protocol):
     """So many bytes of a store."""
 
     size: int
-    memory: Tensor | None  # its bytes, where they are memory of the host
+
+    @property
+    def memory(self) -> Tensor | None:
+        """Its bytes, where they are memory of the host."""
+        ...
 
     def write(self, tensor: Tensor, start: int = 0) -> Handle:
         """Take a tensor's bytes, from byte `start` of the slot on."""
@@ -55,6 +58,10 @@ class Slot(Protocol):
 
 class Store(Protocol):
     def slot(self, size: int) -> Slot: ...
+
+    def finish(self) -> None:
+        """Wait until all that was asked for is done, and the host may look at it."""
+        ...
 
     def close(self) -> None: ...
 
@@ -75,9 +82,11 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
+def _view(memory: Tensor) -> memoryview:
+    """A host tensor's bytes, for as long as it lives. By `numpy()` its memory could never be given
+    back again."""
+    here = ctypes.c_char * len(memory)
+    return memoryview(here.from_address(memory.data_ptr())).cast("B") if len(memory) else EMPTY
 
 
 class _Copied:
@@ -109,7 +118,7 @@ class Host:
     def copy(self, into: Tensor, source: Tensor) -> Handle:
         if self.stream is None:
             into.copy_(source)
-            return _Done()
+            return Done()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
@@ -118,6 +127,10 @@ class Host:
             event = torch.cuda.Event()
             event.record(self.stream)
         return _Copied(event)
+
+    def finish(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def close(self) -> None:
         self.spare.clear()
@@ -162,6 +175,9 @@ class Disk:
         self.used += size
         return _DiskSlot(self, at, size)
 
+    def finish(self) -> None:
+        self.worker.submit(lambda: None).result()
+
     def close(self) -> None:
         self.worker.shutdown(wait=True)
         self.file.close()
@@ -193,7 +209,8 @@ class _DiskSlot:
         self.home.spare[self.size].append(self.at)
 
     def _write(self, memory: Tensor, at: int) -> None:
-        left = memory.cpu().numpy().data
+        here = memory.cpu()
+        left = _view(here)
         while left:
             try:
                 done = os.pwrite(self.home.file.fileno(), left, at)
@@ -205,8 +222,10 @@ class _DiskSlot:
             left, at = left[done:], at + done
 
     def _read(self, memory: Tensor, at: int) -> None:
-        here = memory if memory.device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8)
-        left = here.numpy().data
+        here = (
+            memory if memory.device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8)
+        )
+        left = _view(here)
         while left:
             done = os.preadv(self.home.file.fileno(), [left], at)
             if not done:
