@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gems.costs import Costs
 from gems.plans import Plan
@@ -71,9 +72,18 @@ class _Rank:
             found.append(self.meter.now)
         if any(action.kind is Kind.REDUCE for action in row):
             self._settle()
-            for stage in self.shares if self.plan.updates == "late" else ():
-                self._update(stage)
+            for stage in self.shares if self.plan.updates == "late" and self.plan.away else ():
+                self._update_late(stage)
         return found, self.meter
+
+    def _update_late(self, stage: int) -> None:
+        """After the step, when nothing else is under way."""
+        here = self._standing()
+        here = replace(here, optimizer=here.optimizer + self._brought(stage))
+        if here.total > self.meter.peak.total:
+            self.meter.peak = here
+        self.put.discard(stage)
+        self.gradients[stage] = 0.0
 
     def _do(self, action: Action) -> None:
         if action.way == ">":
@@ -118,13 +128,19 @@ class _Rank:
             self.summing = None
 
     def _update(self, stage: int) -> None:
-        """What is on disk comes back for a moment; and after an update gradients are gone."""
-        if self.plan.put_away("optimizer") == "disk" or "weights" not in self.plan.away:
-            self.meter.add("optimizer", brought := round(self.shares[stage].updating(self.state)))
-            self.meter.drop("optimizer", brought)
-        if self.plan.updates == "eager":
-            self.put.discard(stage)
-            self.gradients[stage] = 0.0
+        """What is put away comes back for a moment; and after an update gradients are gone."""
+        self.meter.settle(self._standing())
+        brought = self._brought(stage)
+        self.meter.add("optimizer", brought)
+        self.meter.drop("optimizer", brought)
+        self.put.discard(stage)
+        self.gradients[stage] = 0.0
+
+    def _brought(self, stage: int) -> int:
+        """Bytes that come back for an update: none where the optimizer works on the host."""
+        if self.plan.put_away("weights") == "host":
+            return 0
+        return round(self.shares[stage].updating(self.state))
 
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch

@@ -31,7 +31,7 @@ from gems.schedule.check import require
 from gems.schedule.core import Schedule
 from gems.schedule.passes import forward_only, lower, recompute
 from gems.simulation import simulate
-from gems.timeline import Timeline, merged
+from gems.timeline import Memory, Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.agree import together
 from gems.torch.batch import Batch, describe, split, tensors
@@ -564,8 +564,9 @@ class Trainer:
         if self.clip is not None and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)
         if self.updates is not None:
-            brought = [self.updates.step(stage, factor) for stage in self.updates.left()]
-            self._count_update(max(brought, default=0))
+            for stage in self.updates.left():
+                here = self.adapter.standing()
+                self._count_update(here, self.updates.step(stage, factor))
         else:
             if factor != 1.0:
                 for p in self._stepped().values():
@@ -596,10 +597,9 @@ class Trainer:
                     p.grad = None
         return self.updates.step(stage, self.factor)
 
-    def _count_update(self, brought: int) -> None:
+    def _count_update(self, here: Memory, brought: int) -> None:
         """What is brought back for a late update may be the most that a step has here."""
         assert self._local is not None
-        here = self.adapter.standing()
         here = replace(here, optimizer=here.optimizer + brought)
         if here.total > self._local.peaks[0].total:
             self._local = replace(self._local, peaks=(here,))
