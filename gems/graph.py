@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 ITEMSIZE = {
@@ -120,6 +121,31 @@ class Graph:
             else:
                 runs.append([i])
         return tuple(map(tuple, runs))
+
+    @cached_property
+    def crossing(self) -> list[int]:
+        """For each block, the bytes that a cut right before it would send."""
+        last_read: dict[str, int] = dict.fromkeys(self.outputs, len(self.blocks))
+        for i, block in enumerate(self.blocks):
+            for name in block.reads:
+                last_read[name] = max(last_read.get(name, 0), i)
+        change = [0] * (len(self.blocks) + 2)
+        for name, producer in self.producer.items():
+            if last_read.get(name, -1) > producer:
+                change[producer + 1] += self.value[name].bytes
+                change[min(last_read[name], len(self.blocks)) + 1] -= self.value[name].bytes
+        return list(accumulate(change))[: len(self.blocks)]
+
+    @cached_property
+    def first_saved(self) -> list[int]:
+        """Bytes that each block adds to a stash: a storage counts where it is saved first."""
+        seen: set[int] = set()
+        found = []
+        for block in self.blocks:
+            fresh = {storage: size for storage, size in block.saves if storage not in seen}
+            seen.update(fresh)
+            found.append(sum(fresh.values()))
+        return found
 
     def stash(self, blocks: Iterable[int]) -> int:
         """Bytes that one micro-batch keeps for backward over these blocks, each storage once."""

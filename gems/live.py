@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.costs import Costs
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Memory, Meter
@@ -23,9 +23,10 @@ def live(
     `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
     plan may stand for so many `copies` of it on further ranks.
     """
+    endless, plan = plan.schedule == ENDLESS, plan.unrolled
     proofs = receipts(schedule, plan)
     return [
-        _Rank(rank, plan, costs, state, proofs[rank], copies).run(row)
+        _Rank(rank, plan, costs, state, proofs[rank], copies, endless).run(row)
         for rank, row in enumerate(schedule.ranks)
     ]
 
@@ -34,8 +35,16 @@ class _Rank:
     """One rank's account. The engine does the same with tensors: see gems/engine/loop.py."""
 
     def __init__(
-        self, rank: int, plan: Plan, costs: Costs, state: float, proofs: Receipts, copies: int
+        self,
+        rank: int,
+        plan: Plan,
+        costs: Costs,
+        state: float,
+        proofs: Receipts,
+        copies: int,
+        endless: bool,
     ) -> None:
+        self.endless = endless
         self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
         self.shares: dict[int, Share] = {}
         self.gradients: dict[int, float] = {}
@@ -45,8 +54,8 @@ class _Rank:
             self.shares[s] = share(costs[s], plan.zero, holders, place, plan.away)
             self.several[s] = holders > 1
             # Where several ranks hold a stage, gradients have their place from the start, unless
-            # they go when they are summed.
-            if len(plan.holders[s]) > 1 and not plan.frees_gradients:
+            # they go when they are summed, or with each update.
+            if len(plan.holders[s]) > 1 and not plan.frees_gradients and not endless:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.summing: int | None = None  # the stage whose gradients are on their way
@@ -61,6 +70,8 @@ class _Rank:
     def _standing(self) -> Memory:
         weights = sum(mine.weights for mine in self.shares.values())
         weights += sum(self.shares[s].gathered for s in self.gathered)
+        if self.endless:  # what is trained is there in two versions
+            weights += sum(self.costs[s].gradients for s in self.shares)
         gradients = sum(self.gradients.values())
         away = sum(m.away(self.state, summed=s in self.put) for s, m in self.shares.items())
         return Memory(round(weights), round(gradients), self.optimizer, away=round(away))
@@ -83,7 +94,7 @@ class _Rank:
         if here.total > self.meter.peak.total:
             self.meter.peak = here
         self.put.discard(stage)
-        self.gradients[stage] = 0.0
+        self.gradients.pop(stage, None)
 
     def _do(self, action: Action) -> None:
         if action.way == ">":
@@ -134,7 +145,7 @@ class _Rank:
         self.meter.add("optimizer", brought)
         self.meter.drop("optimizer", brought)
         self.put.discard(stage)
-        self.gradients[stage] = 0.0
+        self.gradients.pop(stage, None)
 
     def _brought(self, stage: int) -> int:
         """Bytes that come back for an update: none where the optimizer works on the host."""

@@ -27,9 +27,11 @@ from gems.offload import Offload, offload_faults, offload_of, place_of
 from gems.stream import stream_faults
 
 SCHEDULES = (
-    *("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "l2l"),
-    "auto",
+    *("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "2bw"),
+    *("l2l", "auto"),
 )
+ENDLESS = "2bw"  # one batch follows the other without a flush: see schedule/papers/two_buffers.py
+BATCHES = 4  # that are laid out one after the other to check and to time it
 BIDIRECTIONAL = ("gems", "gems-zb")
 SPLIT = ("zero-bubble", "gems-zb", "auto")
 PLACEMENTS = ("straight", "fold")
@@ -119,7 +121,8 @@ class Plan:
         if not self.ranks:
             put("ranks", self._default_ranks())
         if not self.micro_batches:
-            put("micro_batches", 2 * self.replications or self.directions)
+            fewest = self.depth if self.schedule == ENDLESS else self.directions
+            put("micro_batches", 2 * self.replications or fewest)
         if found := list(self._faults()):
             raise PlanError(faults("this plan cannot be carried out:", found))
 
@@ -155,6 +158,7 @@ class Plan:
         yield from self._zero_faults()
         yield from offload_faults(self.offload)
         yield from self._update_faults()
+        yield from self._endless_faults()
         tiles = tiles_of(self.spatial)
         yield from tile_faults(tiles, self.depth, self.local_dp)
         yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
@@ -188,6 +192,36 @@ class Plan:
                 )
             if self.sums == "late":
                 yield "updates='eager' follow each sum, and sums='late' come last; leave one out"
+
+    def _endless_faults(self) -> Iterable[str]:
+        """Of 2BW: a batch must be through the pipeline before the next but one begins, and what
+        would wait for all of a batch on all ranks would be a flush."""
+        if self.schedule != ENDLESS:
+            return
+        if self.micro_batches < self.depth:
+            yield (
+                f"2bw wants at least as many micro-batches as stages, but there are "
+                f"{self.micro_batches} for {self.depth}: with fewer, weights of more than two "
+                f"versions would be in use; give micro_batches={self.depth} or more"
+            )
+        if self.bidirectional:
+            yield "2bw has one direction; leave bidirectional out, or use 'gems'"
+        if self.zero:
+            yield (
+                f"zero={self.zero} has no place for the second version of weights that 2bw keeps; "
+                "leave it out, or use '1f1b'"
+            )
+        if self.away:
+            yield (
+                f"2bw has two versions of weights in use all the time, so that {self.away[0]} "
+                "cannot be put away; leave it out of offload, or use 'l2l' or '1f1b'"
+            )
+        if self.updates != "late":
+            yield f"updates={self.updates!r} is no choice for 2bw, which says when; leave it out"
+        if self.sums != "early":
+            yield f"sums={self.sums!r} is at the end of a step, and 2bw has none; leave it out"
+        if "except-last" in (self.keep if isinstance(self.keep, tuple) else (self.keep,)):
+            yield "keep='except-last' wants a last micro-batch, and 2bw has none; use 'inputs'"
 
     def _placement_faults(self) -> Iterable[str]:
         if isinstance(self.placement, str):
@@ -435,6 +469,15 @@ class Plan:
     def one_copy(self) -> Plan:
         """This plan without its data-parallel copies."""
         return replace(self, data=1)
+
+    def on_end(self, batches: int) -> Plan:
+        """So many batches of it one after the other, numbered as if they were one."""
+        return replace(self, schedule="1f1b", micro_batches=batches * self.micro_batches)
+
+    @cached_property
+    def unrolled(self) -> Plan:
+        """By what its schedule numbers micro-batches: itself, or several batches on end."""
+        return self.on_end(BATCHES) if self.schedule == ENDLESS else self
 
     def lanes(self) -> Plan:
         """One copy with every stage whole and on a lane of its own: what orders are made for."""

@@ -55,22 +55,44 @@ def entering(graph: Graph, run: Iterable[int]) -> list[str]:
 
 def footprint(graph: Graph, blocks: Sequence[int], kept: Collection[int]) -> Footprint:
     """Bytes that are kept, each storage once, and what the largest run adds in its turn."""
-    found: dict[int | str, int] = {}
-    most, at = 0, iter(runs(blocks, kept))
-    inside: set[int] = set()
+    found: set[int | str] = set()  # what is kept of the blocks so far
+    stash = most = 0
+    run: list[int] = []
+
+    def end_run() -> None:
+        """A run is over: it keeps what it reads, and what it saves is there in its turn. What later
+        blocks keep is gone by then."""
+        nonlocal stash, most
+        values = (graph.value[name] for name in entering(graph, run))
+        stash += _more(((v.name if v.storage < 0 else v.storage, v.bytes) for v in values), found)
+        saves = (pair for i in run for pair in graph.blocks[i].saves)
+        most = max(most, stash + _more(saves, set(), found))
+        run.clear()
+
     for block in blocks:
-        if block in kept:
-            found.update(graph.blocks[block].saves)
-        elif block not in inside:
-            run = next(at)
-            inside.update(run)
-            for name in entering(graph, run):
-                value = graph.value[name]
-                found.setdefault(name if value.storage < 0 else value.storage, value.bytes)
-            again = found | dict(pair for i in run for pair in graph.blocks[i].saves)
-            most = max(most, sum(again.values()))
-    stash = sum(found.values())
+        if block not in kept:
+            run.append(block)
+            continue
+        if run:
+            end_run()
+        stash += _more(graph.blocks[block].saves, found)
+    if run:
+        end_run()
     return Footprint(stash, max(most - stash, 0))
+
+
+def _more(
+    pairs: Iterable[tuple[int | str, int]],
+    found: set[int | str],
+    known: Collection[int | str] = (),
+) -> int:
+    """Bytes of storages that are neither found nor known yet; from now on they are found."""
+    size = 0
+    for storage, bytes_ in pairs:
+        if storage not in found and storage not in known:
+            found.add(storage)
+            size += bytes_
+    return size
 
 
 def again(costs: Costs, blocks: Sequence[int], kept: Collection[int]) -> float:

@@ -15,7 +15,7 @@ from gems.costs import Costs
 from gems.errors import ScheduleError
 from gems.live import live
 from gems.machine import Link, Machine
-from gems.plans import Plan
+from gems.plans import BATCHES, ENDLESS, Plan
 from gems.schedule.core import (
     TOGETHER,
     Action,
@@ -28,7 +28,9 @@ from gems.schedule.core import (
     awaits,
     gives,
     needs,
+    parse_action,
 )
+from gems.schedule.endless import number_of, place
 from gems.timeline import Event, Timeline
 from gems.zero import share
 
@@ -50,7 +52,8 @@ def simulate(
     Messages, sums and gathers go over one link, or over those of a machine; without either,
     messages take what `costs` says and the others nothing. `state` is the optimizer's, in units of
     the gradients. The plan may stand for so many `copies` of it on further ranks: their steps are
-    the same, but sums and gathers go over all of them.
+    the same, but sums and gathers go over all of them. Of 2BW, whose pipeline never drains, it is
+    a step in the middle of a run.
     """
 
     def seconds(rank: int, action: Action) -> float:
@@ -70,8 +73,30 @@ def simulate(
         found = _meeting_seconds(meeting, plan, costs, over, copies)
         return found + _away_seconds(meeting, plan, costs, over, state)
 
-    laid = _Laid(schedule, plan, seconds, travel, meet)
-    return replace(laid.timeline("simulated", laid.met), **laid.bytes(costs, state, copies))
+    laid = _Laid(schedule, plan.unrolled, seconds, travel, meet)
+    whole = replace(laid.timeline("simulated", laid.met), **laid.bytes(plan, costs, state, copies))
+    return _period(whole, plan) if plan.schedule == ENDLESS else whole
+
+
+def _period(run: Timeline, plan: Plan) -> Timeline:
+    """Of a run without end, what happens during one step once it is in its stride: from when the
+    first rank begins the last batch but one until it begins the last."""
+    starts = {e.action: e.start for e in run.events if e.rank == 0}
+    one, other = (f"0F{batch * plan.micro_batches}" for batch in (BATCHES - 2, BATCHES - 1))
+    start, stop = starts[one], starts[other]
+    inside = (e for e in run.events if e.start < stop and (e.stop > start or e.start == start))
+    return replace(
+        run,
+        events=tuple(
+            replace(e, start=max(e.start, start) - start, stop=min(e.stop, stop) - start)
+            for e in inside
+        ),
+        memory=tuple(
+            tuple((t - start, memory) for t, memory in row if start <= t <= stop)
+            for row in run.memory
+        ),
+        links=tuple((a, b, size // BATCHES) for a, b, size in run.links),
+    )
 
 
 def _meeting_seconds(
@@ -118,14 +143,27 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
 
     It is repeatable on a busy machine, and lets more ranks be measured than there are cores.
     """
-    cpu = {(e.rank, e.action): e.cpu for e in timeline.events}
+    endless = plan.schedule == ENDLESS
+    cpu = {(e.rank, _once(e.action, plan) if endless else e.action): e.cpu for e in timeline.events}
 
     def seconds(rank: int, action: Action) -> float:
+        if endless and action.computes:
+            batch = replace(action, micro_batch=number_of(action.micro_batch, plan))
+            return cpu.get((rank, str(batch)), 0.0)
         return cpu.get((rank, str(action)), 0.0)
 
-    laid = _Laid(schedule, plan, seconds, lambda message, ranks: 0.0, lambda meeting: 0.0)
+    laid = _Laid(schedule, plan.unrolled, seconds, lambda message, ranks: 0.0, lambda meeting: 0.0)
     sums = [event for event in laid.events if event.action.endswith("R")]
-    return replace(laid.timeline("virtual", sums), peaks=timeline.peaks, stashes=timeline.stashes)
+    laid = replace(laid.timeline("virtual", sums), peaks=timeline.peaks, stashes=timeline.stashes)
+    return _period(laid, plan) if endless else laid
+
+
+def _once(action: str, plan: Plan) -> str:
+    """An action of a window, in which each micro-batch comes once, by its number in its batch."""
+    parsed = parse_action(action)
+    if not parsed.computes:
+        return action
+    return str(replace(parsed, micro_batch=place(parsed.micro_batch, plan)[1]))
 
 
 class _Laid:
@@ -218,9 +256,11 @@ class _Laid:
         rest = [event for event in self.events if not event.action.endswith("R")]
         return Timeline(tuple(rest + sums), clock)
 
-    def bytes(self, costs: Costs, state: float, copies: int) -> dict[str, tuple[object, ...]]:
+    def bytes(
+        self, plan: Plan, costs: Costs, state: float, copies: int
+    ) -> dict[str, tuple[object, ...]]:
         """Live bytes of every rank after each action, peaks, and what each link carried."""
-        found = live(self.schedule, self.plan, costs, state, copies)
+        found = live(self.schedule, plan, costs, state, copies)
         known = not costs.counts_stashes
         links: dict[tuple[int, int], int] = defaultdict(int)
         for link, message in self.sent:

@@ -55,17 +55,37 @@ class Meter:
     most bytes in total."""
 
     def __init__(self, standing: Memory) -> None:
-        self.now = self.peak = standing
+        self._live = {kind: getattr(standing, kind) for kind in (*KINDS, "away")}
+        self._total = self._most = standing.total
+        self.peak = standing
         self.away = standing.away  # what the account of `standing` has put away
         self.stashes = self.most_stashes = 0
 
+    @property
+    def now(self) -> Memory:
+        return Memory(**self._live)
+
+    def on(self) -> Meter:
+        """One that goes on from what is live now."""
+        new = Meter(self.now)
+        new.stashes = new.most_stashes = self.stashes
+        return new
+
     def add(self, kind: str, size: int) -> None:
-        self.now = replace(self.now, **{kind: getattr(self.now, kind) + size})
-        if self.now.total > self.peak.total:
-            self.peak = self.now
+        self._change(kind, size)
+        self._look()
 
     def drop(self, kind: str, size: int) -> None:
-        self.now = replace(self.now, **{kind: getattr(self.now, kind) - size})
+        self._change(kind, -size)
+
+    def _change(self, kind: str, more: int) -> None:
+        self._live[kind] += more
+        if kind != "away":
+            self._total += more
+
+    def _look(self) -> None:
+        if self._total > self._most:
+            self._most, self.peak = self._total, self.now
 
     def keep(self, size: int) -> None:
         """One more stash."""
@@ -94,16 +114,11 @@ class Meter:
     def settle(self, standing: Memory) -> None:
         """What stands for itself (weights, gradients, optimizer) may have changed, and so may
         what is put away of it."""
-        self.now = replace(
-            self.now,
-            weights=standing.weights,
-            gradients=standing.gradients,
-            optimizer=standing.optimizer,
-            away=self.now.away + standing.away - self.away,
-        )
+        for kind in ("weights", "gradients", "optimizer"):
+            self._change(kind, getattr(standing, kind) - self._live[kind])
+        self._change("away", standing.away - self.away)
         self.away = standing.away
-        if self.now.total > self.peak.total:
-            self.peak = self.now
+        self._look()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from gems.costs import Cost, Costs
 from gems.graph import Block, Graph, crossings
 from gems.models.resnet import PreActivationBottleneck
 from gems.planner.assign import stages_by_name
-from gems.planner.cut import crossing_bytes
 from gems.plans import Plan
 from gems.schedule.build import lowered
 from gems.simulation import simulate
@@ -238,7 +237,7 @@ def test_a_cut_at_the_bottom_of_a_unet_carries_520_mb(unet: Graph) -> None:
     assert sum(skips[:-1]) / MB == pytest.approx(503.3, abs=0.05)
     # It is the cut of a run of blocks that crosses all of them.
     bottom = unet.index["up.0"]
-    assert crossing_bytes(unet)[bottom] / MB == sent(unet, pairs)
+    assert unet.crossing[bottom] / MB == sent(unet, pairs)
 
 
 def test_a_unet_cut_by_levels_carries_no_skip(unet: Graph) -> None:

@@ -30,6 +30,7 @@ from gems.planner.search import Wish, search
 from gems.planner.underway import kept
 from gems.plans import Plan
 from gems.price import price
+from gems.recompute import footprint
 from gems.schedule.build import build
 from gems.schedule.greedy import least
 from gems.simulation import simulate
@@ -197,6 +198,13 @@ def test_lumps_keep_all_that_counts_and_their_names_stand_for_their_blocks() -> 
         sum(c.seconds for c in costs.items)
     )
     assert sum(b.sums for b in small.blocks) == sum(b.sums for b in graph.blocks)
+    for part, block in enumerate(small.blocks):  # also one by one, and with one kept in between
+        start = graph.index[block.name]
+        after = small.blocks[part + 1].name if part + 1 < len(small.blocks) else None
+        run = range(start, graph.index[after] if after else len(graph.blocks))
+        assert small.stash([part]) == graph.stash(run)
+        assert small.trained([part]) == graph.trained(run)
+        assert footprint(small, parts, {part}) == footprint(graph, whole, set(run))
     cut_small = stages(Plan(stages=3), small, lumped)
     names = [
         [b.name for b, s in zip(small.blocks, cut_small, strict=True) if s == k] for k in range(3)

@@ -30,10 +30,12 @@ from gems.models import build
 from gems.plans import Plan
 from gems.torch.spatial.stage import Uncuttable
 from gems.torch.trainer import Trainer
+from gems.transport.core import Transport
 from gems.transport.local import run
-from tests.exact import assert_equal, plainly, planned
+from tests.exact import Outcome, assert_equal, join, plainly, planned, trained
 from tests.spatial import Plain
 from tests.test_spatial_generated import GRIDS, Function, some_cut, stack
+from tests.worlds import spawn
 
 Tensor = torch.Tensor
 CASES = int(os.environ.get("GEMS_STREAMS", "32"))
@@ -135,6 +137,33 @@ def test_a_residual_network_with_frozen_norms_trains_like_the_plain_one(name: st
     plan, model = PLANS[name], residual()
     data = noise((4, 3, SIDE, SIDE - 4), 3, (4,))
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
+def one_rank(transport: Transport, plan: Plan) -> Outcome:
+    return trained(transport, residual(), noise((4, 3, SIDE, SIDE - 4), 3, (4,), 1), plan)
+
+
+def test_over_processes() -> None:
+    plan = PLANS["others keep inputs"]
+    found = join(spawn(plan.world, one_rank, plan))
+    data = noise((4, 3, SIDE, SIDE - 4), 3, (4,), 1)
+    assert_equal(found, plainly(residual(), data, plan.total))
+
+
+def test_under_autocast_blocks_are_rounded_like_the_whole_image() -> None:
+    """Sums over the image are rounded in another order, so it is as near as bf16 gets."""
+    model, data = residual().float(), [(x.float(), y) for x, y in noise((2, 3, 29, 25), 3, (2,), 1)]
+    whole = planned(model, data, Plan(micro_batches=2), precision="bf16")
+    exact = planned(model, data, Plan(micro_batches=2))
+    found = planned(model, data, PLANS["one rank"], precision="bf16")
+
+    def off(mine: Outcome, theirs: Outcome) -> float:
+        pairs = [(mine.gradients[0][n], g) for n, g in theirs.gradients[0].items()]
+        errors = [float((a - b).norm() / b.norm()) for a, b in pairs if a is not None]
+        return sum(errors) / len(errors)
+
+    assert found.losses == pytest.approx(whole.losses, rel=2e-2)
+    assert 0 < off(found, exact) < 2 * off(whole, exact)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -76,11 +76,6 @@ class Adapter(Protocol):
         """Let go of all weights of a stage but the own part."""
         ...
 
-    def update(self, stage: int) -> int:
-        """Step a stage's weights; its gradients are summed. Gives the bytes that were brought back
-        for it, from where they are put away."""
-        ...
-
     def stash(self, stage: int, micro_batch: int) -> int:
         """Bytes that are kept for backward now, after forward or after recomputation."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from gems.engine.adapter import Adapter, Tensors
 from gems.errors import note
 from gems.plans import Plan
 from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
-from gems.schedule.passes import receipts
+from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Event, Memory, Meter, Timeline
 from gems.transport.core import Handle, Transport
 
@@ -22,26 +22,46 @@ class Engine:
     """One rank of a schedule. It knows the order and the messages, and nothing about tensors."""
 
     def __init__(
-        self, plan: Plan, schedule: Schedule, adapter: Adapter, transport: Transport
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        adapter: Adapter,
+        transport: Transport,
+        update: Callable[[int], int] | None = None,
     ) -> None:
+        """`update` steps the weights of a stage, in schedules that say when. It gives the bytes
+        that it brought back from where they are put away, for as long as it took."""
         self.plan, self.adapter, self.transport = plan, adapter, transport
+        self.update = update
         self.actions = schedule.ranks[transport.rank]
         self.receipts = receipts(schedule, plan)[transport.rank]
 
     def step(self, number: int = 0) -> Timeline:
         """Run all actions once; gradients are summed over their holders at the end."""
-        self.number = number
+        self.clear()
+        return self.run(self.actions, self.receipts, number)
+
+    def clear(self) -> None:
+        """Nothing is under way."""
         self.meter = Meter(self.adapter.standing())
         self.inbox: dict[Message, dict[int, tuple[list[Any], list[Handle]]]] = {}
         self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
         self.sending: dict[tuple[Message, int], tuple[int, list[Handle]]] = {}
         self.sums: list[tuple[int, list[Handle]]] = []
         self.gathering: dict[int, list[Handle]] = {}
+
+    def run(
+        self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
+    ) -> Timeline:
+        """Some actions, after those before. If nothing `ends`, what is under way stays so."""
+        self.receipts = receipts
+        self.meter = self.meter.on()
         self.stamps: list[tuple[Action, Any, Any, Memory]] = []
         self.at = "the start"
         try:
-            self._run_all()
-            self._finish()
+            self._run_all(actions)
+            if ends:
+                self._finish()
         except BaseException as error:
             # Whatever it was, others wait for messages that will not come.
             note(error, f"rank {self.transport.rank}, step {number}, at {self.at}")
@@ -49,8 +69,8 @@ class Engine:
             raise
         return self._timeline()
 
-    def _run_all(self) -> None:
-        for action in self.actions:
+    def _run_all(self, actions: Sequence[Action]) -> None:
+        for action in actions:
             if action.kind not in WHOLE and self.adapter.skips(action.micro_batch):
                 continue
             log.debug("rank %s %s", self.transport.rank, action)
@@ -250,9 +270,11 @@ class Engine:
 
     def _update(self, action: Action) -> None:
         self._settle_sums()
+        update = self.update
+        assert update is not None, f"{action} in a schedule of a trainer that updates by itself"
 
         def work() -> None:
-            brought = self.adapter.update(action.stage)
+            brought = update(action.stage)
             self.meter.add("optimizer", brought)
             self.meter.drop("optimizer", brought)
             self.meter.settle(self.adapter.standing())

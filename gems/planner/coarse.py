@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.costs import Costs, together
-from gems.graph import Block, Graph
-from gems.planner.cut import crossing_bytes
+from gems.graph import Block, Graph, Weight
 from gems.plans import Plan
 
 
@@ -27,7 +27,44 @@ def coarse(graph: Graph, costs: Costs, lumps: int) -> tuple[Graph, Costs]:
         replace(cost, stash=graph.stash(run), weights=graph.held(run), gradients=graph.trained(run))
         for run, cost in zip(runs, items, strict=True)
     )
-    return replace(graph, blocks=blocks), replace(costs, items=tuple(kept))
+    small = _merged(replace(graph, blocks=blocks))
+    return small, replace(costs, items=tuple(kept))
+
+
+def _merged(graph: Graph) -> Graph:
+    """Storages and weights that one lump alone has, as one: bytes are what a search asks for."""
+    inside = (name for b in graph.blocks for name in (*b.reads, *b.writes))
+    passed = {*inside, *graph.inputs, *graph.outputs}
+    saved = Counter(storage for b in graph.blocks for storage, _ in b.saves)
+    saved.update(value.storage for value in graph.values if value.name in passed)
+    used = Counter(name for b in graph.blocks for name in (*b.parameters, *b.buffers))
+    weights: dict[str, Weight] = {}
+
+    def together(names: tuple[str, ...]) -> tuple[str, ...]:
+        own = [name for name in names if used[name] == 1]
+        if not own:
+            return names
+        size = sum(graph.weight[name].bytes for name in own)
+        weights[own[0]] = Weight(own[0], (size,), "uint8")
+        return (own[0], *(name for name in names if used[name] > 1))
+
+    blocks = []
+    for block in graph.blocks:
+        own = [pair for pair in block.saves if saved[pair[0]] == 1]
+        shared = [pair for pair in block.saves if saved[pair[0]] > 1]
+        one = [(own[0][0], sum(size for _, size in own))] if own else []
+        blocks.append(
+            replace(
+                block,
+                saves=(*one, *shared),
+                parameters=together(block.parameters),
+                buffers=together(block.buffers),
+            )
+        )
+    parameters, buffers = (
+        tuple(weights.get(w.name, w) for w in group) for group in (graph.parameters, graph.buffers)
+    )
+    return replace(graph, blocks=tuple(blocks), parameters=parameters, buffers=buffers)
 
 
 def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
@@ -48,7 +85,7 @@ def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
 
 def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:
     """Runs that take a share of the time or of the stash, ended at the next place to cut well."""
-    crossing = [*crossing_bytes(graph), 0]
+    crossing = [*graph.crossing, 0]
     stash = [sum(n for _, n in b.saves) for b in graph.blocks]
     seconds = [c.seconds for c in costs.items]
     most = [2 * sum(row) / lumps or 1.0 for row in (seconds, stash)]

@@ -175,20 +175,6 @@ def _first(sums: Sequence[float], stop: int, limit: float) -> int:
     return bisect_left(sums, sums[stop] - limit)
 
 
-def crossing_bytes(graph: Graph) -> list[int]:
-    """For each block, the bytes that a cut right before it would send."""
-    last_read: dict[str, int] = dict.fromkeys(graph.outputs, len(graph.blocks))
-    for i, block in enumerate(graph.blocks):
-        for name in block.reads:
-            last_read[name] = max(last_read.get(name, 0), i)
-    change = [0] * (len(graph.blocks) + 2)
-    for name, producer in graph.producer.items():
-        if last_read.get(name, -1) > producer:
-            change[producer + 1] += graph.value[name].bytes
-            change[min(last_read[name], len(graph.blocks)) + 1] -= graph.value[name].bytes
-    return list(accumulate(change))[: len(graph.blocks)]
-
-
 def by_weight(
     graph: Graph,
     costs: Costs,
@@ -243,28 +229,17 @@ def _even(
     cap: float | None = None,
 ) -> list[int]:
     """The same for a run of blocks, counting its stages from 0."""
-    stash = _stash(graph)[blocks.start : blocks.stop]
+    stash = graph.first_saved[blocks.start : blocks.stop]
     items = costs.items[blocks.start : blocks.stop]
     # Weights, their gradients and two moments of an optimizer are held beside the stash, and
     # by every rank of a team.
     state = [STATE * cost.weights for cost in items]
     pairs = list(zip(keeps or (1.0,) * parts, speeds or (1,) * parts, strict=True))
     rows = [[k * s / n + held for s, held in zip(stash, state, strict=True)] for k, n in pairs]
-    crossing = crossing_bytes(graph)[blocks.start : blocks.stop]
+    crossing = graph.crossing[blocks.start : blocks.stop]
     if what == "memory":
         starts = evened([[0.0, *accumulate(row)] for row in rows], crossing)
     else:
         room = Room(rows, cap) if cap is not None else None
         starts = cut([cost.seconds for cost in items], crossing, parts, speeds, room=room)
     return [sum(i >= start for start in starts) - 1 for i in range(len(blocks))]
-
-
-def _stash(graph: Graph) -> list[float]:
-    """Bytes that each block adds: a storage saved twice counts where it is saved first."""
-    seen: set[int] = set()
-    found = []
-    for block in graph.blocks:
-        fresh = {storage: size for storage, size in block.saves if storage not in seen}
-        seen.update(fresh)
-        found.append(sum(fresh.values()))
-    return found

@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, islice
 
 from gems.costs import Cost, Costs
-from gems.graph import Graph
+from gems.graph import Graph, around
 from gems.keep import Kept
 from gems.planner.underway import kept
 from gems.plans import BIDIRECTIONAL, Plan
@@ -69,6 +70,9 @@ def _boundary(graph: Graph, blocks: Sequence[int]) -> int:
     return 2 * sum(graph.value[n].bytes for n in read | sent)
 
 
+Blocks = frozenset[int]
+
+
 @dataclass(frozen=True)
 class _Stage:
     """The blocks of a stage, of which so many micro-batches are under way."""
@@ -79,15 +83,17 @@ class _Stage:
     count: float
 
     def best(self, room: float) -> Kept:
-        if self.needs(names := self._names(self.blocks)) <= room:
+        if self.needs(frozenset(self.blocks)) <= room:
             return "all"
         found = []
         for pieces in PIECES:
             if pieces <= max(len(self.blocks) // 2, 1):
-                names = self._fewest(room, self._breaks(pieces))
-                needed = self.needs(names)
-                found.append((max(needed - room, 0.0), self.seconds(names), needed, names))
-        return self._refined(min(found)[-1], room)
+                kept = self._fewest(room, self._breaks(pieces))
+                needed = self.needs(kept)
+                over = max(needed - room, 0.0)
+                found.append((over, self.seconds(kept), needed, self._names(kept)))
+        over, *_, names = min(found)
+        return names if over else self._refined(names, room)
 
     def _refined(self, names: tuple[str, ...], room: float) -> tuple[str, ...]:
         """With all kept after all that leaves enough room: whole runs first, the longest first."""
@@ -98,48 +104,67 @@ class _Stage:
             *sorted(apart, key=self._seconds, reverse=True),
         ]
         for group in groups:
-            more = self._names([i for i in self.blocks if i in kept or i in group])
-            if self.needs(more) <= room:
-                names, kept = more, self._kept(more)
-        return names
+            if not kept.issuperset(group) and self.needs(more := kept.union(group)) <= room:
+                kept = more
+        return self._names(kept)
 
     def _seconds(self, blocks: list[int]) -> float:
         return sum(self.costs[i].f for i in blocks)
 
-    def needs(self, names: tuple[str, ...]) -> float:
+    def needs(self, kept: Blocks) -> float:
         """Bytes of all micro-batches under way, if these keep what they save."""
-        found = footprint(self.graph, self.blocks, self._kept(names))
+        found = footprint(self.graph, self.blocks, self._with_inner(kept))
         return self.count * found.stash + found.surge
 
-    def seconds(self, names: tuple[str, ...]) -> float:
-        return again(self.costs, self.blocks, self._kept(names))
+    def seconds(self, kept: Blocks) -> float:
+        return again(self.costs, self.blocks, self._with_inner(kept))
 
-    def _kept(self, names: tuple[str, ...]) -> set[int]:
-        return kept_of(names, self.graph, self.blocks) or set()
+    def _kept(self, names: tuple[str, ...]) -> Blocks:
+        return frozenset(kept_of(names, self.graph, self.blocks) or ())
 
-    def _names(self, blocks: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self.graph.blocks[i].name for i in blocks)
+    def _names(self, blocks: Blocks) -> tuple[str, ...]:
+        return tuple(self.graph.blocks[i].name for i in self.blocks if i in blocks)
 
-    def _fewest(self, room: float, breaks: set[int]) -> tuple[str, ...]:
+    def _with_inner(self, kept: Blocks) -> Blocks:
+        """With those that are kept by name because a block of that name is around them."""
+        inner = self._inner
+        return kept.union(i for outer in kept & inner.keys() for i in inner[outer])
+
+    @cached_property
+    def _inner(self) -> dict[int, list[int]]:
+        """For each block the others whose names lie inside its own; most have none."""
+        names = {self.graph.blocks[i].name: i for i in self.blocks}
+        found: dict[int, list[int]] = {}
+        for i in self.blocks:
+            for name in islice(around(self.graph.blocks[i].name), 1, None):
+                if name in names and names[name] != i:
+                    found.setdefault(names[name], []).append(i)
+        return found
+
+    def _fewest(self, room: float, breaks: set[int]) -> Blocks:
         """All but as few as must be computed again, the cheapest per byte first."""
         order = sorted((i for i in self.blocks if i not in breaks), key=self._price)
 
-        def left(count: int) -> tuple[str, ...]:
-            gone = set(order[:count])
-            return self._names([i for i in self.blocks if i not in gone])
+        def left(count: int) -> Blocks:
+            return frozenset(self.blocks).difference(order[:count])
 
         counts = range(1, len(order) + 1)
-        least = bisect_left(counts, True, key=lambda n: self.needs(left(n)) <= room)
-        return left(counts[min(least, len(order) - 1)]) if order else self._names(self.blocks)
+        if not order or self.needs(left(len(order))) > room:
+            return left(len(order))
+        return left(counts[bisect_left(counts, True, key=lambda n: self.needs(left(n)) <= room)])
 
     def _price(self, block: int) -> float:
         """Seconds per byte; what saves nothing is no reason to end a run."""
-        saved = self.graph.stash([block])
+        saved = self._stash[block]
         return self.costs[block].f / saved if saved else 0.0
+
+    @cached_property
+    def _stash(self) -> dict[int, int]:
+        return {i: self.graph.stash([i]) for i in self.blocks}
 
     def _breaks(self, pieces: int) -> set[int]:
         """Blocks that end runs of about even stash: near each place the one that saves least."""
-        stash = [self.graph.stash([i]) for i in self.blocks]
+        stash = [self._stash[i] for i in self.blocks]
         sums, found = list(accumulate(stash)), set()
         reach = max(len(self.blocks) // (4 * pieces), 1)
         for piece in range(1, pieces):

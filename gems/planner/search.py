@@ -79,12 +79,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A plan that was not simulated, because the least it could take is already too much."""
+    """A plan that was not simulated, because the least it could take is already too much.
+
+    `stash` is the part of its bytes that is kept for backward.
+    """
 
     family: str
     plan: Plan
     seconds: float
     bytes: float
+    stash: float
 
 
 @dataclass(frozen=True)
@@ -133,17 +137,17 @@ def search(
     best, slack = inf, TIE if by_time else 1.0
     cuts: dict[object, tuple[Plan, Costs]] = {}
 
-    def tried(options: Iterable[Choice]) -> dict[Choice, float]:
-        """Look at these; gives those that need too much, with the least seconds they take."""
+    def tried(options: Iterable[Choice]) -> dict[Choice, Pruned]:
+        """Look at these; gives those that need too much, with the least that they take."""
         nonlocal best
-        large: dict[Choice, float] = {}
+        large: dict[Choice, Pruned] = {}
         for choice, least_of, predict in _bounded(
             options, graph, costs, machine, wish, refused, cuts
         ):
             reached = least_of.seconds if by_time else least_of.bytes
             hopeless = reached >= slack * best or least_of.bytes > wish.memory
             if least_of.bytes > wish.memory:
-                large[choice] = least_of.seconds
+                large[choice] = least_of
             if (prune and hopeless) or (enough and fitting):
                 pruned.append(least_of)
                 continue
@@ -158,26 +162,34 @@ def search(
                 best = min(best, candidate.seconds if by_time else candidate.bytes)
             else:
                 rest.append(candidate)
-                large[choice] = least_of.seconds
+                large[choice] = least_of
         return large
 
     def leaner(
-        large: dict[Choice, float], variants: Callable[[Choice], Iterable[Choice]]
-    ) -> dict[Choice, float]:
+        large: dict[Choice, Pruned],
+        variants: Callable[[Choice], Iterable[Choice]],
+        *,
+        of_state: bool = False,
+    ) -> dict[Choice, Pruned]:
         """Look at leaner variants, of the fastest first, as long as one may win: being leaner makes
-        no plan faster."""
-        found: dict[Choice, float] = {}
-        for choice, seconds in sorted(large.items(), key=lambda item: item[1]):
-            if prune and seconds >= slack * best:
+        no plan faster. Those that save state are no use where the stash alone is too much, but
+        variants of theirs may be."""
+        found: dict[Choice, Pruned] = {}
+        for choice, least_of in sorted(large.items(), key=lambda item: item[1].seconds):
+            if prune and least_of.seconds >= slack * best:
                 break
-            found |= tried(variants(choice))
+            more = list(variants(choice))
+            if prune and of_state and least_of.stash > wish.memory:
+                found |= dict.fromkeys(more, least_of)
+            else:
+                found |= tried(more)
         return found
 
     options = list(choices(graph, wish.ranks, wish.micro_batches))
     large = tried(options)
     blocks = len(graph.blocks)
     if by_time:
-        large |= leaner(large, lambda choice: sharing(choice, blocks))
+        large |= leaner(large, lambda choice: sharing(choice, blocks), of_state=True)
         leaner(large, recomputing)
     else:
         shared = [more for choice in options for more in sharing(choice, blocks)]
@@ -214,9 +226,9 @@ def _bounded(
         except PlanError as error:
             refused.setdefault(choice.family, str(error))
             continue
-        seconds, size = least(plan.one_copy(), staged), _least_bytes(plan, staged, wish)
+        seconds, sizes = least(plan.one_copy(), staged), _least_bytes(plan, staged, wish)
         predict = _Predict(choice.family, plan, staged, machine, wish)
-        found.append((choice, Pruned(choice.family, plan, seconds, size), predict))
+        found.append((choice, Pruned(choice.family, plan, seconds, *sizes), predict))
     by_time = wish.objective == "time"
     # Greedy orders take long to find, so they come last among those that promise the same.
     yield from sorted(
@@ -244,7 +256,7 @@ def _cut(
             order = (plan.schedule, plan.micro_batches, plan.placement)
         shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep)
         shape += (plan.stream, cap, order)
-        if plan.zero:  # what is shared out, and among how many
+        if plan.zero and order:  # what is shared out, and among how many
             shape = (*shape, plan.zero, plan.data)
         if shape not in known:
             stage_of = stages(plan, graph, costs, cap)
@@ -254,7 +266,7 @@ def _cut(
             known[shape] = (given, price(costs, graph, stage_of, given, machine))
         given, staged = known[shape]
         cut = replace(plan, stages=given.stages, edges=given.edges, keep=given.keep)
-        if cap is not None or _least_bytes(cut, staged, wish) <= wish.memory:
+        if cap is not None or _least_bytes(cut, staged, wish)[0] <= wish.memory:
             return cut, staged
     raise AssertionError("the second cut is returned whatever it takes")
 
@@ -274,10 +286,11 @@ def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
     return needed(shares, wish.state)
 
 
-def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> float:
-    """What the fullest rank needs for what its order keeps: of one stage, where it has several."""
+def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
+    """What the fullest rank needs for what its order keeps: of one stage, where it has several; and
+    what the one with the largest stash needs for that alone."""
     keeps, inputs = kept(plan), held(plan)
-    most = 0.0
+    most = largest = 0.0
     for on in plan.stages_on[: plan.ranks]:
         stash = max(
             keeps[s] / len(on) * staged[s].stash
@@ -286,7 +299,8 @@ def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> float:
             for s in on
         )
         most = max(most, _state(plan, on, staged, wish) + stash)
-    return most
+        largest = max(largest, stash)
+    return most, largest
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,20 @@ from collections.abc import Callable
 
 from gems.costs import Costs, unit
 from gems.errors import PlanError, note
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule import greedy
 from gems.schedule.check import require
 from gems.schedule.core import Schedule
-from gems.schedule.papers import gems, gpipe, interleaved, l2l, one_f_one_b, sequential, zero_bubble
+from gems.schedule.papers import (
+    gems,
+    gpipe,
+    interleaved,
+    l2l,
+    one_f_one_b,
+    sequential,
+    two_buffers,
+    zero_bubble,
+)
 from gems.schedule.passes import lower, recompute
 from gems.schedule.project import project
 
@@ -21,10 +30,11 @@ PAPERS: dict[str, Callable[[Plan], Schedule]] = {
     "interleaved": interleaved.order,
     "zero-bubble": zero_bubble.order,
     "gems": gems.order,
+    "2bw": two_buffers.order,
     "l2l": l2l.order,
 }
 BY_SAMPLE = ("sequential", "gems")  # these know teams: each rank does one sample after the other
-ONE_STAGE_PER_RANK = ("1f1b", "zero-bubble")
+ONE_STAGE_PER_RANK = ("1f1b", "zero-bubble", "2bw")
 ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble", "l2l")
 
 
@@ -46,6 +56,8 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
         _fits(one)
         return _order(one, costs, memory)
     _fits(lanes := plan.lanes())
+    if plan.schedule == ENDLESS:
+        return _alone(one)
     try:
         order = _order(lanes, costs, memory)
     except PlanError as error:
@@ -59,7 +71,17 @@ def _order(plan: Plan, costs: Costs, memory: float | None) -> Schedule:
         return greedy.order(plan, costs, samples=1)
     if plan.schedule == "auto":
         return greedy.best(plan, costs, memory)
-    return recompute(PAPERS[plan.schedule](plan), plan)
+    return recompute(PAPERS[plan.schedule](plan), plan.unrolled)
+
+
+def _alone(plan: Plan) -> Schedule:
+    """2BW of teams: each rank has one stage, hence the order of its stage."""
+    if any(len(on) > 1 for on in plan.stages_on):
+        raise PlanError(
+            f"'2bw' puts one stage on each rank, but placement {plan.placement} lays several over "
+            "each other; leave placement out, or use '1f1b'"
+        )
+    return recompute(two_buffers.order(plan), plan.unrolled)
 
 
 def lowered(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations, product
 
 from gems.errors import ScheduleError, faults
-from gems.plans import Plan
+from gems.plans import BATCHES, ENDLESS, Plan
 from gems.schedule.core import (
     TOGETHER,
     WHOLE,
@@ -19,6 +19,7 @@ from gems.schedule.core import (
     Schedule,
     gives,
 )
+from gems.schedule.endless import batch_of
 
 ALL = ("output", "stash", "gradient", "weight")
 
@@ -30,12 +31,14 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     """
     if len(schedule.ranks) != plan.world:
         return [f"the schedule has {len(schedule.ranks)} ranks, the plan {plan.world}"]
+    given, plan = plan, plan.unrolled
     found = [*_wrong_work(schedule, plan)]
     if any(action.way for _, action in schedule):
         found += _wrong_messages(schedule, plan)
-    found += _wrong_reductions(schedule, plan)
+    endless = given.schedule == ENDLESS
+    found += (_wrong_updates if endless else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
-    found += _wrong_updates(schedule, plan)
+    found += () if endless else _wrong_eager(schedule, plan)
     return found or _deadlocks(schedule, plan)
 
 
@@ -177,6 +180,36 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
             yield f"ranks {a} and {b} reduce{gather} stages {sorted(stages)} in different orders"
 
 
+def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Of 2BW: each batch's gradients are summed when they are complete, and make an update before
+    the next batch adds to them, and before the next but one reads the weights."""
+    if not any(action.kind in WHOLE for _, action in schedule):
+        return
+    for rank, row in enumerate(schedule.ranks):
+        left = Counter(
+            batch_of(a.micro_batch, plan) for a in row if a.kind is Kind.BACKWARD and a.computes
+        )
+        sums = updates = 0
+        for step, action in enumerate(row):
+            at, batch = f"rank {rank}, step {step}: {action}", batch_of(action.micro_batch, plan)
+            if action.kind is Kind.REDUCE:
+                if left[sums]:
+                    yield f"{at} comes before {left[sums]} backwards of batch {sums}"
+                sums += 1
+            elif action.kind is Kind.UPDATE:
+                updates += 1
+                if updates > sums:
+                    yield f"{at} has no sum of gradients before it"
+            elif action.computes and action.kind is Kind.BACKWARD:
+                left[batch] -= 1
+                if updates < batch:
+                    yield f"{at} adds to gradients of batch {updates}, which wait for an update"
+            elif action.computes and updates < batch - 1:
+                yield f"{at} wants weights of {batch - 1} updates, and there were {updates}"
+        if (sums, updates) != (BATCHES, BATCHES):
+            yield f"rank {rank} sums {sums} times and updates {updates} times, not {BATCHES} each"
+
+
 def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Where weights are shared out, a stage's are gathered when it runs, and dropped at the end."""
     lowered = any(a.way or a.kind in WHOLE for _, a in schedule)
@@ -202,7 +235,7 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
             yield f"rank {rank} never drops the weights of stages {sorted(here)}"
 
 
-def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
+def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Eager updates: each stage's once, when its gradients are summed; else the step's end is."""
     if not any(a.kind is Kind.REDUCE for _, a in schedule):
         return

@@ -11,7 +11,7 @@ The text form is what one writes on a whiteboard, and it parses back:
     2R       sum the gradients of stage 2 over its holders
     2G       gather its weights, of which each holder has a share (zero=3), or which are put away
     2D       drop all but the own share again
-    2U       update its weights
+    2U       update its weights with the gradients that were summed last
     2F0@1    the same, in replica 1
 """
 
@@ -224,16 +224,16 @@ def _meets(action: Action, plan: Plan) -> bool:
 def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
     """The sum or gather that a rank must be through with before an action of a lowered schedule.
 
-    Where weights come and go each action waits for its stage's. Where gradients go once they are
-    summed, a sum waits for the one before it, so that no more than one stage's are there as a
-    whole. An update waits for its gradients.
+    An update waits for its gradients' sum. Where weights come and go each action waits for its
+    stage's. Where gradients go once they are summed, a sum waits for the one before it, so that no
+    more than one stage's are there as a whole.
     """
+    if action.kind is Kind.UPDATE:
+        return Action(Kind.REDUCE, action.stage)
     if action.computes and (plan.zero == 3 or "weights" in plan.away):
         return Action(Kind.GATHER, action.stage)
     if action.kind is Kind.REDUCE and plan.frees_gradients and summed:
         return Action(Kind.REDUCE, summed[-1])
-    if action.kind is Kind.UPDATE:
-        return Action(Kind.REDUCE, action.stage)
     return None
 
 
@@ -254,8 +254,9 @@ class Run:
         self.known: list[set[Fact]] = [set() for _ in schedule.ranks]
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
-        waits = plan.frees_gradients or plan.updates == "eager"
-        self.meets = waits and any(a.kind in TOGETHER for _, a in schedule)
+        kinds = {action.kind for _, action in schedule}
+        waits = plan.frees_gradients or Kind.UPDATE in kinds
+        self.meets = waits and not kinds.isdisjoint(TOGETHER)
         self.meetings = Meetings(plan)
         self.summed: list[list[int]] = [[] for _ in schedule.ranks]
         self.through: list[Action] = []  # with the last action

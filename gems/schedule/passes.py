@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
+from gems.schedule.endless import update
 from gems.schedule.papers import l2l, sequential
 
 SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
@@ -21,6 +22,9 @@ def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
 
     The plan may stand for so many times `more` copies on further ranks.
     """
+    if plan.schedule == ENDLESS:
+        run = plan.unrolled
+        return update(communicate(copies(recompute(schedule, run), run), run), plan)
     order = copies(recompute(schedule, plan), plan)
     return share(reduce(communicate(order, plan), plan), plan, more)
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import ShapeError
 from gems.machine import Machine
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
 from gems.torch.batch import Batch, describe, read_box, signature, stand_ins, tensors
@@ -43,6 +43,11 @@ from gems.transport.core import Handle, Transport
 
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]
+# What `begin` sets. Where two batches are under way, each has its own (turns.py).
+OF_A_BATCH = (
+    *("batch", "step", "training", "scale", "update", "kept", "losses", "outputs", "used"),
+    *("stash_bytes", "surge_bytes", "position", "of", "cut_losses", "statistics", "buckets"),
+)
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,7 +108,6 @@ class TorchAdapter:
         self.home, self.unmade = home, unmade
         self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
         self.wants_norm = False
-        self.updating: Callable[[int], int] | None = None
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
         self.in_shards = {id(p) for parameters in shared for p in parameters}
@@ -136,7 +140,7 @@ class TorchAdapter:
     ) -> None:
         """Get ready for a step. A micro-batch's loss weighs its share of samples times `scale`."""
         self.batch, self.step, self.training = batch, step, training
-        self.scale, self.updates = scale, update
+        self.scale, self.update = scale, update
         self.kept: dict[tuple[int, int], Kept] = {}
         self.losses: list[tuple[int, Tensor]] = []
         self.outputs: dict[int, Any] = {}
@@ -156,17 +160,20 @@ class TorchAdapter:
                 norms = self._norms(stage, self.of[real[0]])
                 self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets: dict[int, Bucket] = {}
-        for stage in self.stages if training and not self.plan.frees_gradients else ():
+        # When the first one comes:
+        later = self.plan.frees_gradients or self.plan.schedule == ENDLESS
+        for stage in self.stages if training and not later else ():
             self._place(stage)
 
     def _place(self, stage: int) -> None:
         """Give gradients that will be summed their places, if they have none yet: before anything
-        runs, or, if they will be shared out, when the first of them comes."""
+        runs; or, if they will be shared out or those of the batch before are still there, when the
+        first of them comes."""
         if stage in self.buckets or len(self.plan.holders[stage]) == 1:
             return
-        shard = self.shards.get(stage) if self.updates else None
+        shard = self.shards.get(stage) if self.update else None
         self.buckets[stage] = Bucket(
-            self.parameters(stage) if self.updates else [],
+            self.parameters(stage) if self.update else [],
             self.statistics[stage].sums if stage in self.statistics else [],
             shard.places() if shard else None,
         )
@@ -547,19 +554,15 @@ class TorchAdapter:
         return self.buckets[stage].fill()
 
     def scattered(self, stage: int) -> list[Tensor]:
-        return self.shards[stage].gradients if self.updates and stage in self.shards else []
+        return self.shards[stage].gradients if self.update and stage in self.shards else []
 
     def unbucket(self, stage: int) -> None:
         if stage in self.buckets:  # it has several holders
             sums = self.buckets.pop(stage).empty()
             if stage in self.statistics:
                 self.statistics[stage].finish(sums)
-        if self.updates and stage in self.shards:
+        if self.update and stage in self.shards:
             self.shards[stage].settle(norm=self.wants_norm)
-
-    def update(self, stage: int) -> int:
-        assert self.updating is not None
-        return self.updating(stage) if self.updates else 0
 
     # --- weights that come and go ---------------------------------------------------------------
 

@@ -39,9 +39,17 @@ class Statistics:
         self.layers = [(module, calls) for module, calls in uses if tracked(module)]
         self.running = [r for m, _ in self.layers for r in (m.running_mean, m.running_var)]
         self.counts = [m.num_batches_tracked for m, _ in self.layers]
-        self.base = [r.clone() for r in self.running]
         self.base_counts = [int(c) for c in self.counts]
         self.sums = [torch.zeros_like(r) for r in self.running]
+
+    def follow(self, earlier: Statistics) -> None:
+        """Come after a step that is not finished yet."""
+        steps = {id(m): calls * earlier.n for m, calls in earlier.layers}
+        had = {id(m): n for (m, _), n in zip(earlier.layers, earlier.base_counts, strict=True)}
+        self.base_counts = [
+            had[id(m)] + steps[id(m)] if id(m) in had else count
+            for (m, _), count in zip(self.layers, self.base_counts, strict=True)
+        ]
 
     @contextmanager
     def during(self, position: int) -> Iterator[None]:
@@ -76,13 +84,15 @@ class Statistics:
         return (1 - _momentum(module)) ** (calls * later)
 
     def finish(self, sums: list[Tensor]) -> None:
-        """Put the averages in place, given the sums over all holders."""
+        """Put the averages in place, given the sums over all holders.
+
+        Nothing else has changed them since; but the step before may have ended just now."""
         for j, (module, calls) in enumerate(self.layers):
             steps = calls * self.n
             old = self.base_counts[j]
             decay = old / (old + steps) if _cumulative(module) else (1 - _momentum(module)) ** steps
             for k in (2 * j, 2 * j + 1):
-                torch.add(sums[k], self.base[k], alpha=decay, out=self.running[k])
+                torch.add(sums[k], self.running[k], alpha=decay, out=self.running[k])
             self.counts[j].fill_(old + (steps if isinstance(module, _counting) else 0))
 
 

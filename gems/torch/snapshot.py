@@ -7,6 +7,7 @@ Sections of tensors, and who writes them:
     optimizer   its state, weight by weight                      the same holder
     gradients   of an update under way, when several calls of    every holder its own part: they
                 `step` make one                                  are summed at the end of the window
+    older       with 2BW, the weights before the newest          as the model's
     modules     what `get_extra_state` gave                      the first rank that runs the module
     random      states of generators                             rank 0, and who differs from it
     shared      groups, scheduler, the user's `extra`            rank 0
@@ -70,7 +71,7 @@ def take(trainer: Trainer, extra: Any) -> Snapshot:
         "names": [sorted(set().union(*each)) for each in names],
     } | {
         section: {key: x for part in parts for key, x in part[section].items()}
-        for section in ("state", "gradients", "modules")
+        for section in ("state", "gradients", "older", "modules")
     }
     taken.plain["random"] = _random(trainer, parts, taken)
     return taken
@@ -106,6 +107,11 @@ def _own_part(
             put[f"buffers.{name}"] = weights[name]
     part: dict[str, Any] = {"state": {}, "names": [], "options": None}
     part["gradients"] = _window(trainer, put)
+    part["older"] = {
+        name: encode(x, f"older.{name}", put)
+        for name, x in _older(trainer).items()
+        if writer[name] == rank
+    }
     part["modules"] = _modules(trainer, put)
     part["random"] = noted(trainer.device)
     mine: dict[str, Tensor] = put if rank == 0 else {}  # what all have, rank 0 writes
@@ -160,6 +166,14 @@ def _window(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
             key = f"{name}/{place}"
             found[key] = encode(p.grad, f"gradients.{key}", put)
     return found
+
+
+def _older(trainer: Trainer) -> dict[str, Tensor]:
+    """The version before the newest, of the weights that this rank has."""
+    if trainer.endless is None:
+        return {}
+    older = trainer.endless.turns.versions.older()
+    return {name: older[p] for name, p in trainer._named_parameters() if p in older}
 
 
 def _modules(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
@@ -348,8 +362,14 @@ def _training_keys(trainer: Trainer, plain: Mapping[str, Any], held: set[str]) -
     yield from references(_own_random(trainer, plain))
     for name in held:
         yield from references(plain["state"].get(name))
+        yield from references(_saved_older(trainer, plain).get(name))
     for gradient in _own_gradients(trainer, plain).values():
         yield from references(gradient)
+
+
+def _saved_older(trainer: Trainer, plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What only a trainer with two versions takes, and only such a one has saved."""
+    return plain.get("older", {}) if trainer.endless is not None else {}
 
 
 def _own_random(trainer: Trainer, plain: Mapping[str, Any]) -> Any:
@@ -392,6 +412,12 @@ def put(
             set_extra_state(trainer.model, label, decode(value, tensors))
     if part.training:
         _put_training(trainer, plain, part, tensors)
+    if trainer.endless is not None:
+        saved = _saved_older(trainer, plain) if part.training else {}
+        parameters, taken = dict(trainer._named_parameters()), set(part.weights.values())
+        trainer.endless.resume(
+            {parameters[n]: decode(x, tensors) for n, x in saved.items() if n in taken}
+        )
     if part.training or trainer.optimizer is None:
         trainer.steps = plain["steps"]
     return decode(plain["extra"], tensors)

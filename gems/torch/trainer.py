@@ -24,7 +24,7 @@ from gems.planner.assign import stages, written
 from gems.planner.explain import chosen, explain
 from gems.planner.room import fitted
 from gems.planner.search import Wish, search
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
@@ -35,6 +35,7 @@ from gems.timeline import Memory, Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.agree import together
 from gems.torch.batch import Batch, describe, split, tensors
+from gems.torch.endless import Run
 from gems.torch.halos import with_halos
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import connect, device_for
@@ -73,6 +74,10 @@ class Step:
     """What one step gave, the same on every rank but for its seconds.
 
     `norm` is the gradient's, before clipping; `interrupted`: a rank was told to stop.
+
+    With schedule "2bw" a call ends before its batch is through: `loss` is that of the batch before
+    (nan if there was none since the beginning, or the last flush), and so are `updated` and
+    `interrupted`. `Trainer.flush` gives those of the last one.
     """
 
     loss: float
@@ -213,6 +218,8 @@ class Trainer:
         self.costs = price(blocks, traced.graph, stage_of, plan, self.machine)
         if schedule is None:
             self.schedule = lowered(plan, self.costs, self._stash_limit())
+        elif plan.schedule == ENDLESS:
+            raise PlanError("schedule '2bw' repeats its own windows; leave out schedule=...")
         elif any(action.way for _, action in schedule):
             self.schedule = require(schedule, plan)
         else:
@@ -234,6 +241,7 @@ class Trainer:
             later=self._put_away_names(),
         )
         self._connect_engines(unmade)
+        self.endless = Run(self) if plan.schedule == ENDLESS else None
         self.adapter.remember(sample, traced)
         return f"{key(str(self.schedule), plan)}"
 
@@ -324,10 +332,10 @@ class Trainer:
         rows = (self.schedule, forward_only(plan))
         links = {
             (rank, other, 0)
-            for schedule in rows
+            for schedule, numbered in zip(rows, (plan.unrolled, plan), strict=True)
             for rank, a in schedule
             if a.way == ">"
-            for other in plan.team_for(a.peer, a.micro_batch)
+            for other in numbered.team_for(a.peer, a.micro_batch)
             if other != rank
         }
         teams = {team for row in plan.teams for team in row}
@@ -352,8 +360,9 @@ class Trainer:
             home=self._store("weights"),
         )
         self.adapter.wants_norm = self.clip is not None or self.precision == "fp16"
-        self.adapter.updating = self._update_early
-        self.engine = Engine(plan, self.schedule, self.adapter, transport)
+        if plan.schedule != ENDLESS:
+            early = self._update_early
+            self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
 
     def _store(self, what: str) -> Store | None:
@@ -419,6 +428,8 @@ class Trainer:
         """One step on the whole batch, given to every rank; updates when its window is full."""
         if self.loss is None or self.optimizer is None:
             raise GemsError("this trainer has no loss or no optimizer; it can only predict")
+        if self.endless is not None:
+            return self.endless.step(inputs, targets)
         start = perf_counter()
         batch = split(inputs, targets, self.plan.total)
         update = (self.steps + 1) % self.accumulate == 0
@@ -445,6 +456,15 @@ class Trainer:
             self.window = 0
         shown = norm * factor if update and self.clip is not None else None
         return Step(loss, batch.samples, perf_counter() - start, updated, shown, interrupted)
+
+    def flush(self) -> Step | None:
+        """Finish what `step` left under way with schedule "2bw", and make its update; all ranks
+        must call it. The next batch uses the weights before the newest, as without it.
+
+        All that needs the model as it is, such as `predict` and `save`, does it first. None if
+        nothing is under way, as always with other schedules.
+        """
+        return self.endless.flush() if self.endless is not None else None
 
     def _begin(
         self, batch: Batch, *, training: bool, scale: float = 1.0, update: bool = True
@@ -580,6 +600,8 @@ class Trainer:
     def _update_early(self, stage: int) -> int:
         """A stage's gradients are complete, and its update need not wait for the others'."""
         assert self.updates is not None
+        if not self.adapter.update:  # more calls will add to these gradients
+            return 0
         losses = [(i, float(loss)) for i, loss in self.adapter.losses]
         for i, loss in losses:
             if not math.isfinite(loss):
@@ -634,6 +656,7 @@ class Trainer:
 
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, for a whole batch, on every rank's host."""
+        self.flush()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -654,6 +677,7 @@ class Trainer:
         All ranks must call it.
         """
         self._refuse_closed()
+        self.flush()
         with self.adapter.whole_weights():
             return whole_state(
                 self.model, self.owned, self.first_name, self.minders, self.transport
@@ -662,8 +686,11 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
         from a file."""
+        self.flush()
         with self.adapter.whole_weights(fetched=False):
             load_state(self.model, state, self.owned.on(self.rank), self.first_name)
+        if self.endless is not None:
+            self.endless.resume({})
 
     def save(self, path: str | Path, *, extra: Any = None, keep: int = 0) -> Path:
         """Write a checkpoint of all that training goes on from; all ranks must call it.
@@ -680,6 +707,7 @@ class Trainer:
         )  # loads DCP, for which those who do not save need not wait
 
         self._refuse_closed()
+        self.flush()
         with self.adapter.whole_weights():
             return checkpoint.save(self, path, extra, keep)
 
@@ -695,6 +723,7 @@ class Trainer:
         from gems.torch import checkpoint
 
         self._refuse_closed()
+        self.flush()
         with self.adapter.whole_weights():
             return checkpoint.load(self, path, strict)
 
@@ -729,6 +758,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
+        if self.endless is not None and not self.endless.engine.failed and not self.closed:
+            self.flush()
         self.closed = True
         for away in self.stores:
             away.close()

@@ -1,0 +1,54 @@
+"""Carry out a run without end, one window per batch: what is under way at its end stays so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gems.engine.adapter import Adapter
+from gems.engine.loop import Engine
+from gems.plans import Plan
+from gems.schedule.core import Schedule
+from gems.schedule.endless import AT_ONCE, Window, windows
+from gems.schedule.passes import receipts
+from gems.timeline import Timeline
+from gems.transport.core import Transport
+
+
+class Endless:
+    """One rank of a plan whose batches follow each other. The adapter is given two at a time, by
+    the names of `plan.on_end(2)`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        adapter: Adapter,
+        transport: Transport,
+        update: Callable[[int], int],
+    ) -> None:
+        proofs = receipts(schedule, plan.unrolled)[transport.rank]
+        self.windows = windows(schedule.ranks[transport.rank], proofs, plan)
+        nothing = Schedule(((),) * plan.world)
+        self.engine = Engine(plan.on_end(AT_ONCE), nothing, adapter, transport, update)
+        self.going = self.failed = False
+
+    def step(self, batch: int, number: int = 0) -> Timeline:
+        """The window of a batch."""
+        if not self.going:
+            self.engine.clear()
+        part = self.windows.next if self.going else self.windows.first
+        self.going = True
+        return self._run(part[batch % AT_ONCE], number, ends=False)
+
+    def rest(self, batch: int, number: int = 0) -> Timeline:
+        """What is left of the last batch. Nothing is under way then."""
+        found = self._run(self.windows.rest[batch % AT_ONCE], number, ends=True)
+        self.going = False
+        return found
+
+    def _run(self, window: Window, number: int, *, ends: bool) -> Timeline:
+        try:
+            return self.engine.run(window.actions, window.proofs, number, ends=ends)
+        except BaseException:
+            self.failed = True
+            raise

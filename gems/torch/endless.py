@@ -1,0 +1,252 @@
+"""Training without a flush (PipeDream-2BW): what goes before, between and after its windows.
+
+Nothing here waits for a rank that this one does not wait for anyway. What all ranks must agree on
+is sent around in one window and looked at in the next, where an update needs it:
+
+    window t    see that the stages before were given the same batch     (their word comes first)
+                run the window; in it, right before the update of batch t - 1:
+                    loss of batch t - 1, was it the same everywhere      (begun in window t - 1)
+                tell the loss of batch t                                 (looked at in window t + 1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gems.engine.endless import Endless
+from gems.errors import GemsError, LossError, PlanError, ShapeError, TraceError, faults
+from gems.torch.batch import Batch, describe, split
+from gems.torch.random import key
+from gems.torch.turns import Turns
+from gems.transport.core import Handle
+
+if TYPE_CHECKING:
+    from gems.torch.trainer import Step, Trainer
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Said:
+    """What all ranks say of a batch: its loss, who was told to stop, which outputs were used."""
+
+    step: int
+    given: str
+    hash: tuple[int, int]
+    outputs: list[str]
+    parts: Tensor
+    handle: Handle
+
+
+def _hash(what: int) -> tuple[int, int]:
+    """Two numbers that, added up over ranks in float64, tell whether all have the same."""
+    return what, what * what % 1000003
+
+
+class Run:
+    """A trainer's batches, one window after the other."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.transport = trainer, trainer.transport
+        self.refuse()
+        self.turns = Turns(trainer.adapter, trainer.plan)
+        self.engine = Endless(
+            trainer.plan, trainer.schedule, self.turns, trainer.transport, self._update
+        )
+        self.said: deque[Said] = deque()  # of batches whose update is still to come
+        self.loss, self.told = math.nan, False  # of the last one that was updated
+        self.wrong: str | None = None  # a loss that no update can be made of
+        self.words: deque[list[tuple[Handle, Tensor]]] = deque()  # on their way to later stages
+
+    def refuse(self) -> None:
+        """What cannot be done without waiting for all of a batch on all ranks."""
+        trainer = self.trainer
+        found = []
+        if trainer.clip is not None:
+            found.append(
+                f"clip={trainer.clip} wants the norm of all stages' gradients before any update, "
+                "which would be a flush"
+            )
+        if trainer.precision == "fp16":
+            found.append(
+                "precision 'fp16' scales the loss by whether any stage's gradient overflowed, "
+                "which would be a flush; use 'bf16'"
+            )
+        if trainer.accumulate > 1:
+            found.append(
+                f"accumulate={trainer.accumulate} would use weights of more than two versions; "
+                "give the plan more micro-batches instead"
+            )
+        tied = self._tied()
+        if tied:
+            found.append(
+                f"{', '.join(tied[:3])}: used by several stages, which would have to sum their "
+                "gradients at different times; put these into one stage"
+            )
+        if found:
+            raise PlanError(faults("schedule '2bw' cannot do this; use '1f1b', or:", found))
+
+    def _tied(self) -> list[str]:
+        mine = dict(self.trainer.model.named_parameters())
+        return [n for n in self.trainer.owned.tied() if n in mine and mine[n].requires_grad]
+
+    # --- a window -----------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any) -> Step:
+        """The next batch, as far as it gets; the update of the one before."""
+        from gems.torch.trainer import Step
+
+        start, trainer = perf_counter(), self.trainer
+        self._refuse_failed()
+        if tied := self._tied():
+            raise PlanError(
+                f"{tied[0]} was unfrozen, but 2bw cannot train it: several stages use it"
+            )
+        batch = split(inputs, targets, trainer.plan.total)
+        first = not self.engine.going
+        self._same(batch, first)
+        try:
+            self.turns.begin(batch, trainer.steps)
+        except TraceError as error:
+            raise ShapeError(
+                f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
+            ) from error
+        self._carry_out(self.engine.step)
+        trainer.steps += 1
+        self._tell()
+        if self.wrong:
+            self.flush()
+        loss, told = (math.nan, False) if first else (self.loss, self.told)
+        return Step(loss, batch.samples, perf_counter() - start, not first, None, told)
+
+    def flush(self) -> Step | None:
+        """What is left of the last batch, and its update; None if nothing is under way."""
+        from gems.torch.trainer import Step
+
+        self._refuse_failed()
+        if not self.engine.going:
+            return None
+        start = perf_counter()
+        self._carry_out(self.engine.rest)
+        for handle, _ in (word for words in self.words for word in words):
+            handle.wait()
+        self.words.clear()
+        self.turns.restart()
+        if self.wrong:
+            wrong, self.wrong = self.wrong, None
+            raise LossError(wrong)
+        return Step(self.loss, 0, perf_counter() - start, True, None, self.told)
+
+    def resume(self, older: Mapping[nn.Parameter, Tensor]) -> None:
+        """Go on from weights that were put in place, and the version before them if it is known."""
+        if older:
+            self.turns.cover()
+        self.turns.versions.resume(older)
+        self.turns.restart()
+
+    def _carry_out(self, window: Any) -> None:
+        trainer = self.trainer
+        try:
+            trainer._local = window(self.turns.begun - 1, trainer.steps)
+        finally:
+            self.turns.rest()
+
+    def _refuse_failed(self) -> None:
+        if self.engine.failed:
+            raise GemsError(
+                "this trainer has failed in the middle of a batch; make a new one, and load the "
+                "last checkpoint"
+            )
+
+    # --- what ranks tell each other -----------------------------------------------------------
+
+    def _same(self, batch: Batch, first: bool) -> None:
+        """All ranks must be about to do the same. At first all say so, and wait for each other;
+        then each stage sends its word ahead of what it computes."""
+        step = self.trainer.steps
+        self.what = key(describe(batch.inputs), batch.sizes, step) >> 20
+        self.given = f"step {step}, {describe(batch.inputs[0])} first of {batch.samples} samples"
+        try:
+            if first and set(self.transport.gather(self.what)) != {self.what}:
+                raise self._differ(self.given)
+            if not first and not self._heard():
+                raise self._differ(self.given)
+        except BaseException as error:
+            if not first:
+                self.engine.failed = True
+                self.transport.fail(error)
+            raise
+
+    def _differ(self, given: str) -> ShapeError:
+        return ShapeError(
+            f"ranks were given different batches; rank {self.transport.rank} has {given}. Give "
+            "every rank the same global batch"
+        )
+
+    def _heard(self) -> bool:
+        """Whether the stages before have the same; our word goes to those behind. (Copies of the
+        pipeline find out before they update.)"""
+        plan, to = self.trainer.plan, self.transport
+        stage, what = plan.stages_on[to.rank][0], torch.tensor([self.what])
+        replica = next(r for r, row in enumerate(plan.teams) if to.rank in row[stage])
+        behind = [r for s in plan.sinks[stage] for r in plan.team_of(s, replica)]
+        before = [r for s in plan.sources[stage] for r in plan.team_of(s, replica)]
+        self.words.append([(to.send(word := what.clone(), r), word) for r in behind])
+        heard = [torch.zeros_like(what) for _ in before]
+        for handle in [to.receive(word, r) for word, r in zip(heard, before, strict=True)]:
+            handle.wait()
+        if (
+            len(self.words) > 2
+        ):  # these were waited for at the other end before our last batch ended
+            for handle, _ in self.words.popleft():
+                handle.wait()
+        return all(torch.equal(word, what) for word in heard)
+
+    def _tell(self) -> None:
+        """This rank's part of what is to be known of a batch, once its forwards are done."""
+        trainer, plain = self.trainer, self.turns.plain
+        self.turns.turn_to((self.turns.begun - 1) % 2)
+        outputs = plain.output_names()
+        told = trainer.interrupt is not None and trainer.interrupt.wanted
+        parts = [plain.weighted_loss(), told, *_hash(self.what)]
+        parts += [name in plain.used for name in outputs]
+        sums = torch.tensor(parts, dtype=torch.float64)
+        everyone = tuple(range(self.transport.world))
+        handle = self.transport.add_up(sums, everyone)
+        said = Said(trainer.steps - 1, self.given, _hash(self.what), outputs, sums, handle)
+        self.said.append(said)
+
+    # --- an update ----------------------------------------------------------------------------
+
+    def _update(self, stage: int) -> int:
+        """Of the batch whose gradients were summed, if its loss is a number."""
+        said, trainer, plain = self.said.popleft(), self.trainer, self.turns.plain
+        assert trainer.optimizer is not None
+        self.turns.turn_to(self.turns.summed % 2)
+        said.handle.wait()
+        loss, tellings, one, two, *uses = said.parts.tolist()
+        if (one, two) != tuple(self.transport.world * x for x in said.hash):
+            raise self._differ(said.given)
+        if not math.isfinite(loss) and not self.wrong:
+            self.wrong = (
+                f"the loss is {loss} in step {said.step}; no update was made with it, nor with the "
+                "batch behind it. Look at the data of this step, or lower the learning rate"
+            )
+        if not self.wrong:
+            self.loss, self.told = loss, tellings > 0
+            used = {name for name, times in zip(said.outputs, uses, strict=True) if times}
+            trainer.trained |= plain.trained_by(used)
+            trainer._forget_untrained()
+            self.turns.versions.step(trainer.optimizer)
+            trainer._step_scheduler(loss)
+        trainer._forget_gradients()
+        self.turns.summed += 1
+        return 0  # nothing of it is put away

@@ -1,0 +1,588 @@
+"""PipeDream-2BW: its update equation, its windows, its two versions of weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gems.costs import Cost, Costs, Edge, unit
+from gems.errors import GemsError, LossError, PlanError, ShapeError
+from gems.live import live
+from gems.plans import BATCHES, Plan
+from gems.schedule.build import lowered
+from gems.schedule.check import check
+from gems.schedule.core import Action, Kind, Schedule, parse
+from gems.schedule.endless import AT_ONCE, windows
+from gems.schedule.passes import receipts
+from gems.simulation import simulate
+from gems.torch.adapter import OF_A_BATCH
+from gems.torch.trainer import Trainer
+from gems.transport.core import Transport
+from gems.transport.local import run
+from tests.exact import Recordings, batches, micro_batches, part, same_state
+from tests.worlds import spawn
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, 0.01),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 4, 3), nn.Tanh(), nn.BatchNorm2d(4, momentum=None),
+        nn.Flatten(), nn.Linear(4 * 16, 8), nn.Tanh(), nn.Linear(8, 3),
+    ]  # fmt: skip
+    return nn.Sequential(*layers).double()
+
+
+def by_equation(
+    model: nn.Module, data: list[Any], count: int, make: Any
+) -> tuple[list[float], Any]:
+    """W(t+1) = W(t) - update(gradient of batch t at W(max(t-1, 0))), in one process."""
+    model = copy.deepcopy(model).train()
+    parameters = list(model.parameters())
+    optimizer = make(parameters)
+    before = [p.detach().clone() for p in parameters]
+    losses = []
+    for inputs, targets in data:
+        newest = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p, old in zip(parameters, before, strict=True):
+                p.copy_(old)
+        total = 0.0
+        for x, y, share in micro_batches(inputs, targets, count):
+            loss = cross_entropy(model(x), y) * share
+            loss.backward()
+            total += float(loss.detach())
+        with torch.no_grad():
+            for p, new in zip(parameters, newest, strict=True):
+                p.copy_(new)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = newest
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def trained(
+    plan: Plan, model: nn.Module, data: list[Any], make: Any, flushes: tuple[int, ...] = ()
+) -> tuple[list[float], Any]:
+    """Losses and state of rank 0; all ranks must have the same."""
+
+    def work(transport: Transport) -> Any:
+        return on_rank(transport, copy.deepcopy(model), plan, data, make, flushes)
+
+    with mock.patch("gems.torch.trace.record", Recordings()):
+        first, *others = run(plan.world, work)
+    for losses, state in others:
+        assert losses == first[0]
+        same_state(state, first[1], 0.0)
+    return first
+
+
+def on_rank(
+    transport: Transport, model: nn.Module, plan: Plan, data: list[Any], make: Any, flushes: Any
+) -> tuple[list[float], Any]:
+    inputs = data[0][0]
+    sample = part(inputs, 0, inputs.shape[0] // plan.total)
+    trainer = Trainer(model, cross_entropy, make, sample, plan, transport=transport)
+    losses = []
+    for t, (inputs, targets) in enumerate(data):
+        step = trainer.step(inputs, targets)
+        losses += [step.loss] if step.updated else []
+        if t in flushes and (rest := trainer.flush()):
+            losses.append(rest.loss)
+    if rest := trainer.flush():
+        losses.append(rest.loss)
+    return losses, trainer.state_dict()
+
+
+PLANS = {
+    "one stage": (Plan(micro_batches=2, schedule="2bw"), "momentum"),
+    "two stages": (Plan(stages=2, micro_batches=2, schedule="2bw"), "sgd"),
+    "three stages": (Plan(stages=3, micro_batches=4, schedule="2bw"), "adam"),
+    "four stages": (Plan(stages=4, micro_batches=4, schedule="2bw"), "momentum"),
+    "recomputing": (Plan(stages=3, micro_batches=3, schedule="2bw", keep="inputs"), "adam"),
+    "two copies": (Plan(stages=2, micro_batches=3, data=2, schedule="2bw"), "momentum"),
+    "two copies, recomputing": (
+        Plan(stages=2, micro_batches=2, data=2, schedule="2bw", keep=("inputs", ("3", "9"))),
+        "adam",
+    ),
+    "tiles": (Plan(stages=2, micro_batches=2, spatial=(2, 1), schedule="2bw"), "momentum"),
+    "tiles and copies": (
+        Plan(stages=2, micro_batches=2, spatial=(1, 2), local_dp=2, data=2, schedule="2bw"),
+        "sgd",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_weights_and_statistics_follow_the_update_equation(name: str) -> None:
+    plan, maker = PLANS[name]
+    data = batches((12, 2, 6, 6), 3, 5, torch.float64)
+    expected = by_equation(network(), data, plan.total, MAKERS[maker])
+    losses, state = trained(plan, network(), data, MAKERS[maker])
+    assert losses == pytest.approx(expected[0], rel=1e-10)
+    same_state(state, expected[1])
+
+
+def test_a_flush_changes_nothing_but_when_things_are_done() -> None:
+    plan, data = PLANS["three stages"][0], batches((12, 2, 6, 6), 3, 5, torch.float64)
+    expected = by_equation(network(), data, plan.total, MAKERS["momentum"])
+    for flushes in ((0,), (1, 2), (0, 1, 2, 3, 4)):
+        losses, state = trained(plan, network(), data, MAKERS["momentum"], flushes)
+        assert losses == pytest.approx(expected[0], rel=1e-10)
+        same_state(state, expected[1])
+
+
+def test_batches_of_other_sizes_and_weights_that_are_frozen_for_a_while() -> None:
+    data = batches((12, 2, 6, 6), 3, 5, torch.float64)
+    data[1:3] = batches((4, 2, 6, 6), 3, 1, torch.float64) + batches(
+        (5, 2, 6, 6), 3, 1, torch.float64
+    )
+    data[4] = (data[4][0][:2], data[4][1][:2])  # fewer samples than micro-batches
+    plan = PLANS["three stages"][0]
+    expected = by_equation(network(), data, plan.total, MAKERS["adam"])
+    losses, state = trained(plan, network(), data, MAKERS["adam"])
+    assert losses == pytest.approx(expected[0], rel=1e-10)
+    same_state(state, expected[1])
+
+
+def test_dropout_does_not_depend_on_the_stages() -> None:
+    def dropping() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+        ).double()
+
+    data = batches((8, 4), 3, 4, torch.float64)
+    one = trained(Plan(micro_batches=4, schedule="2bw"), dropping(), data, MAKERS["sgd"])
+    for keep in ("all", "inputs"):
+        plan = Plan(stages=3, micro_batches=4, schedule="2bw", keep=keep)
+        several = trained(plan, dropping(), data, MAKERS["sgd"])
+        assert several[0] == pytest.approx(one[0], rel=1e-12)
+        same_state(several[1], one[1], 1e-12)
+
+
+def processed(transport: Transport, plan: Plan, data: list[Any]) -> tuple[list[float], Any]:
+    return on_rank(transport, network(), plan, data, MAKERS["momentum"], (2,))
+
+
+def test_ranks_that_are_processes_come_to_the_same() -> None:
+    plan = Plan(stages=2, micro_batches=3, data=2, schedule="2bw", keep=("inputs", "all"))
+    data = batches((12, 2, 6, 6), 3, 6, torch.float64)
+    expected = by_equation(network(), data, plan.total, MAKERS["momentum"])
+    for losses, state in spawn(plan.world, processed, plan, data):
+        assert losses == pytest.approx(expected[0], rel=1e-10)
+        same_state(state, expected[1])
+
+
+# --- a run and its ends ---------------------------------------------------------------------------
+
+
+def on_ranks(plan: Plan, work: Callable[[Trainer], Any], **options: Any) -> list[Any]:
+    options = {"optimizer": MAKERS["momentum"], "loss": cross_entropy} | options
+    model = network()  # here: threads share torch's generator
+
+    def body(transport: Transport) -> Any:
+        sample = torch.empty(2, 2, 6, 6, dtype=torch.float64)
+        return work(
+            Trainer(copy.deepcopy(model), sample=sample, plan=plan, transport=transport, **options)
+        )
+
+    with mock.patch("gems.torch.trace.record", Recordings()):
+        return run(plan.world, body)
+
+
+THREE = Plan(stages=3, micro_batches=3, schedule="2bw")
+DATA = batches((6, 2, 6, 6), 3, 6, torch.float64)
+
+
+@pytest.mark.parametrize("stages", (3, 2))
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, stages: int) -> None:
+    """Both versions of the weights are in it; under another number of stages, to rounding."""
+
+    def steps(trainer: Trainer, data: list[Any]) -> list[float]:
+        losses = [trainer.step(*batch).loss for batch in data]
+        rest = trainer.flush()
+        return [x for x in losses if not math.isnan(x)] + [rest.loss if rest else math.nan]
+
+    def whole(trainer: Trainer) -> Any:
+        steps(trainer, DATA[:3])
+        trainer.save(tmp_path / "three")
+        return steps(trainer, DATA[3:]), trainer.state_dict()
+
+    def resumed(trainer: Trainer) -> Any:
+        trainer.load(tmp_path / "three")
+        return steps(trainer, DATA[3:]), trainer.state_dict()
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    expected, state = on_ranks(THREE, whole, scheduler=schedule)[0]
+    plan = Plan(stages=stages, micro_batches=3, schedule="2bw")
+    losses, again = on_ranks(plan, resumed, scheduler=schedule)[0]
+    assert losses == pytest.approx(expected, rel=0 if stages == 3 else 1e-12)
+    same_state(again, state, 0.0 if stages == 3 else 1e-12)
+
+
+def test_a_synchronous_plan_takes_the_newest_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    def saved(trainer: Trainer) -> Any:
+        for batch in DATA[:2]:
+            trainer.step(*batch)
+        trainer.save(tmp_path / "two")
+        return trainer.state_dict()
+
+    def loaded(trainer: Trainer) -> Any:
+        trainer.load(tmp_path / "two")
+        return trainer.state_dict(), trainer.step(*DATA[2]).loss
+
+    state = on_ranks(THREE, saved)[0]
+    plain, _ = on_ranks(Plan(stages=2, micro_batches=3), loaded)[0]
+    same_state(plain, state, 0.0)
+
+
+def test_predictions_are_of_all_batches_so_far_and_weights_can_be_set() -> None:
+    def work(trainer: Trainer) -> Any:
+        first = trainer.state_dict()
+        for batch in DATA[:2]:
+            trainer.step(*batch)
+        scores, state = trainer.predict(DATA[2][0]), trainer.state_dict()
+        trainer.load_state_dict(first)
+        again = [trainer.step(*batch) for batch in DATA[:3]]
+        assert [step.updated for step in again] == [False, True, True]
+        assert math.isnan(again[0].loss)
+        trainer.close()
+        return scores, state, [step.loss for step in again[1:]]
+
+    scores, state, losses = on_ranks(THREE, work, optimizer=MAKERS["sgd"])[0]
+    expected, after = by_equation(network(), DATA[:2], 3, MAKERS["sgd"])
+    same_state(state, after)
+    model = network()
+    model.load_state_dict(after)
+    torch.testing.assert_close(scores, model.eval()(DATA[2][0]), rtol=1e-10, atol=1e-12)
+    assert losses == pytest.approx(expected, rel=1e-10)  # it began anew
+
+
+def test_a_learning_rate_schedule_steps_with_updates() -> None:
+    def work(trainer: Trainer) -> list[float]:
+        rates = []
+        for batch in DATA[:3]:
+            trainer.step(*batch)
+            assert trainer.optimizer is not None
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+        return rates
+
+    def halved(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    sgd = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
+    for rates in on_ranks(THREE, work, optimizer=sgd, scheduler=halved):
+        assert rates == [0.1, 0.05, 0.025]
+
+
+def test_a_loss_that_is_no_number_makes_no_update_and_training_can_go_on() -> None:
+    bad = (torch.full_like(DATA[0][0], math.nan), DATA[0][1])
+
+    def work(trainer: Trainer) -> Any:
+        trainer.step(*DATA[0])
+        trainer.step(*bad)
+        with pytest.raises(LossError, match=r"the loss is nan in step 1; no update"):
+            trainer.step(*DATA[1])
+        state = trainer.state_dict()
+        trainer.step(*DATA[2])
+        return state, trainer.flush()
+
+    found = on_ranks(THREE, work, optimizer=MAKERS["sgd"])
+    _, expected = by_equation(network(), DATA[:1], 3, MAKERS["sgd"])
+    weights = {n for n, _ in network().named_parameters()}
+    for state, last in found:
+        same_state({n: state[n] for n in weights}, {n: expected[n] for n in weights})
+        assert last is not None and math.isfinite(last.loss)
+
+
+@pytest.mark.parametrize("step", (0, 2))
+def test_ranks_with_different_batches_are_told(step: int) -> None:
+    def work(trainer: Trainer) -> None:
+        for t, (inputs, targets) in enumerate(DATA):
+            if t == step and trainer.rank == 0:
+                inputs, targets = inputs[:5], targets[:5]
+            trainer.step(inputs, targets)
+
+    with pytest.raises(ShapeError, match="ranks were given different batches"):
+        on_ranks(THREE, work)
+
+
+def test_a_copy_with_another_batch_is_told_before_it_makes_an_update() -> None:
+    plan = Plan(stages=1, micro_batches=3, data=2, schedule="2bw")
+
+    def work(trainer: Trainer) -> None:
+        for t, (inputs, targets) in enumerate(DATA):
+            if t == 2 and trainer.rank == 0:
+                inputs, targets = inputs[:5], targets[:5]
+            trainer.step(inputs, targets)
+
+    with pytest.raises(ShapeError, match="ranks were given different batches"):
+        on_ranks(plan, work)
+
+
+def test_a_trainer_that_failed_says_so() -> None:
+    calls = []
+
+    def failing(output: Any, target: Any) -> Any:
+        calls.append(output)
+        if len(calls) == 5:
+            raise RuntimeError("no loss today")
+        return cross_entropy(output, target)
+
+    def work(trainer: Trainer) -> None:
+        with pytest.raises((RuntimeError, GemsError)):
+            for batch in DATA:
+                trainer.step(*batch)
+        with pytest.raises(GemsError, match="failed in the middle of a batch; make a new one"):
+            trainer.step(*DATA[0])
+        trainer.close()
+
+    on_ranks(THREE, work, loss=failing)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"clip": 1.0}, "clip=1.0 wants the norm of all stages"),
+        ({"precision": "fp16"}, "use 'bf16'"),
+        ({"accumulate": 2}, "give the plan more micro-batches"),
+        ({"schedule": parse("0: 0F0 0B0\n")}, "leave out schedule"),
+    ],
+)
+def test_what_would_be_a_flush_is_refused(options: Any, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        on_ranks(Plan(schedule="2bw"), lambda trainer: None, **options)
+
+
+def test_weights_of_several_stages_are_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.b(torch.tanh(self.a(x)))
+
+    def work(transport: Transport) -> None:
+        plan = Plan(stages=(("a",), ("b",)), schedule="2bw")
+        Trainer(Tied(), cross_entropy, MAKERS["sgd"], torch.empty(1, 4), plan, transport=transport)
+
+    with pytest.raises(PlanError, match=r"a\.weight: used by several stages"):
+        run(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"stages": 4, "micro_batches": 3},
+            "at least as many micro-batches as stages, but there are 3",
+        ),
+        ({"bidirectional": True, "micro_batches": 2}, "one direction"),
+        ({"data": 2, "zero": 1}, "zero=1 has no place for the second version"),
+        ({"sums": "late"}, "2bw has none"),
+        ({"keep": "except-last"}, "wants a last micro-batch"),
+    ],
+)
+def test_plans_that_two_buffers_do_not_fit_are_refused(options: Any, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        Plan(schedule="2bw", **options)
+
+
+def test_several_stages_on_a_rank_are_refused() -> None:
+    with pytest.raises(PlanError, match="puts one stage on each rank"):
+        lowered(Plan(stages=4, ranks=2, schedule="2bw"))
+    over = Plan(stages=2, spatial=(1, 2), placement=((0, 1), 1), micro_batches=2, schedule="2bw")
+    with pytest.raises(PlanError, match="puts one stage on each rank"):
+        lowered(over)
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+def sizes() -> list[Plan]:
+    found = [
+        Plan(stages=p, micro_batches=m, data=d, keep=keep, schedule="2bw")
+        for p in (1, 2, 3, 5)
+        for m in (p, p + 1, 2 * p)
+        for d, keep in ((1, "all"), (2, "inputs"))
+    ]
+    skips = ((0, 1), (1, 2), (2, 3), (0, 2), (0, 3))
+    found.append(Plan(stages=4, micro_batches=5, edges=skips, schedule="2bw"))
+    found.append(Plan(stages=3, spatial=[(2, 2), (1, 2)], micro_batches=4, schedule="2bw"))
+    return found
+
+
+@pytest.mark.parametrize("plan", sizes(), ids=str)
+def test_every_window_but_the_first_is_the_same(plan: Plan) -> None:
+    """One of them is proven in an unrolled run, and all are, because they are alike."""
+    schedule = lowered(plan)
+    proofs = receipts(schedule, plan.unrolled)
+    for rank, row in enumerate(schedule.ranks):
+        mine = windows(row, proofs[rank], plan)
+        turns = [mine.first[0], *(mine.next[t % AT_ONCE] for t in range(1, BATCHES))]
+        unrolled = [a for window in (*turns, mine.rest[1]) for a in window.actions]
+        m = plan.micro_batches
+        pairs = list(zip(unrolled, row, strict=True))
+        for named, action in pairs:
+            assert (named.kind, named.stage, named.way, named.peer) == (
+                action.kind, action.stage, action.way, action.peer
+            )  # fmt: skip
+            assert named.micro_batch % m == action.micro_batch % m
+        # No name is in use twice: a stash is gone before its name comes again.
+        under_way = set()
+        for named, _ in pairs:
+            if named.computes and named.kind is Kind.FORWARD:
+                assert named.micro_batch not in under_way
+                under_way.add(named.micro_batch)
+            elif named.computes and named.kind is Kind.BACKWARD:
+                under_way.remove(named.micro_batch)
+        assert not under_way
+
+
+def test_the_window_of_two_stages_as_text() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="2bw")
+    schedule = lowered(plan)
+    rows = [windows(row, {}, plan) for row in schedule.ranks]
+    shown = [" ".join(map(str, row.next[0].actions)) for row in rows]
+    assert shown == [
+        "0B3<1 0F0 0F0>1 0B3 0R 0B0<1 0F1 0F1>1 0U 0B0",
+        "1F0<0 1F0 1F1<0 1U 1B0 1B0>0 1F1 1B1 1B1>0 1R",
+    ]
+    assert [" ".join(map(str, row.rest[0].actions)) for row in rows] == ["0B1<1 0B1 0R 0U", "1U"]
+
+
+def changed(schedule: Schedule, rank: int, work: Callable[[list[Action]], None]) -> Schedule:
+    rows = [list(row) for row in schedule.ranks]
+    work(rows[rank])
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def test_check_finds_updates_in_the_wrong_place() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="2bw")
+    schedule, update, total = lowered(plan), Action(Kind.UPDATE, 0), Action(Kind.REDUCE, 0)
+    assert check(schedule, plan) == []
+
+    def late(row: list[Action]) -> None:
+        row.remove(update)
+        row.insert(len(row) - 1, update)
+
+    found = check(changed(schedule, 0, late), plan)
+    assert any("adds to gradients of batch 0, which wait for an update" in fault for fault in found)
+    assert any("wants weights of 1 updates, and there were 0" in fault for fault in found)
+
+    def early(row: list[Action]) -> None:
+        row.remove(total)
+        row.insert(0, total)
+
+    found = check(changed(schedule, 0, early), plan)
+    assert "rank 0, step 0: 0R comes before 2 backwards of batch 0" in found
+    found = check(changed(schedule, 0, lambda row: row.remove(update)), plan)
+    assert "rank 0 sums 4 times and updates 3 times, not 4 each" in found
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (4, 4), (4, 7), (8, 8)])
+def test_there_is_no_bubble_with_equal_stages(p: int, m: int) -> None:
+    for keep, seconds in (("all", 3), ("inputs", 4)):
+        plan = Plan(stages=p, micro_batches=m, keep=keep, schedule="2bw")
+        timeline = simulate(lowered(plan), plan, unit(p))
+        assert timeline.seconds == m * seconds and timeline.bubble == 0
+        most = range(p, 0, -1) if keep == "all" else [1] * p
+        assert timeline.stashes == tuple(most)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    plan = Plan(stages=4, micro_batches=5, schedule="2bw")
+    costs = Costs(tuple(Cost(f, f, f) for f in (1.0, 2.5, 1.0, 0.5)))
+    assert simulate(lowered(plan), plan, costs).seconds == pytest.approx(5 * 7.5)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", (2, 4))
+def test_memory_is_the_published(p: int) -> None:
+    """2|W|/p + |A|/p + p|A_in| with recomputation, 2|W|/p + |A| + p|A_in| without, on the stage
+    with most micro-batches under way; |A| is what all stages keep besides their inputs A_in."""
+    weights, inner, inputs = 1000, 70, 5
+    edges = tuple(Edge(s, s + 1, inputs, inputs) for s in range(p - 1))
+    cost = Cost(stash=inputs + inner, weights=weights, gradients=weights)
+    costs = Costs((cost,) * p, edges)
+    for keep, activations in (("inputs", inner), ("all", p * inner)):
+        plan = Plan(stages=p, micro_batches=p, schedule="2bw", keep=keep)
+        for rank, (row, meter) in enumerate(live(lowered(plan), plan, costs, state=0.0)):
+            here = p - rank  # micro-batches under way
+            got = inputs if rank else 0  # what the first stage reads is the data, which none sends
+            waiting = here * inputs if keep == "all" else inputs + (here - 1) * got
+            most = max(memory.stash for memory in row)
+            assert most == waiting + activations * (here / p if keep == "all" else 1)
+            assert {memory.weights for memory in row} == {2 * weights}
+            assert meter.peak.total >= 2 * weights + most
+        first = live(lowered(plan), plan, costs, state=0.0)[0][0]
+        if keep == "all":
+            assert max(m.stash for m in first) == p * inner + p * inputs
+
+
+BYTES = {
+    "three stages": Plan(stages=3, micro_batches=4, schedule="2bw"),
+    "recomputing": Plan(
+        stages=3, micro_batches=3, schedule="2bw", keep=("inputs", "inputs", "all")
+    ),
+    "two copies": Plan(stages=2, micro_batches=2, data=2, schedule="2bw"),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_every_moment_are_predicted(name: str) -> None:
+    plan = BYTES[name]
+    data = batches((2 * plan.total, 2, 6, 6), 3, 4, torch.float64)
+
+    def work(trainer: Trainer) -> Any:
+        seen = []
+        for batch in data:
+            trainer.step(*batch)
+            seen.append(trainer.timeline())
+        return seen, trainer
+
+    seen, trainer = on_ranks(plan, work)[0]
+    said = live(trainer.schedule, trainer.plan, trainer.costs, state=1.0)
+    proofs = receipts(trainer.schedule, trainer.plan.unrolled)
+    for rank, (row, _) in enumerate(said):
+        parts = windows(trainer.schedule.ranks[rank], proofs[rank], trainer.plan)
+        counts = [len(parts.first[0].actions), *(len(parts.next[0].actions),) * 3]
+        start = sum(counts[:3])
+        expected = row[start : start + counts[3]]
+        measured = [memory for _, memory in seen[3].memory[rank]]
+        assert list(dict.fromkeys(measured)) == list(dict.fromkeys(expected)), f"rank {rank}"
+
+
+def test_a_batch_has_all_that_begin_sets() -> None:
+    """Whatever is added to it must be of one batch, where two are under way."""
+
+    def work(trainer: Trainer) -> None:
+        adapter, before = trainer.adapter, dict(vars(trainer.adapter))
+        trainer.step(*DATA[0])
+        new = {name for name, value in vars(adapter).items() if before.get(name) is not value}
+        assert new - {"optimizer"} == set(OF_A_BATCH)
+
+    on_ranks(Plan(schedule="2bw", micro_batches=3), work)
