@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gems.costs import Costs
 from gems.plans import ENDLESS, Plan
@@ -55,15 +56,19 @@ class _Rank:
         self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
         self.shares: dict[int, Share] = {}
         self.gradients: dict[int, float] = {}
+        self.several: dict[int, bool] = {}  # whether other ranks hold a stage, too
         for s in plan.stages_on[rank]:
             holders, place = len(plan.holders[s]) * copies, plan.holders[s].index(rank)
-            self.shares[s] = share(costs[s], plan.zero, holders, place)
+            self.shares[s] = share(costs[s], plan.zero, holders, place, plan.away)
+            self.several[s] = holders > 1
             # Where several ranks hold a stage, gradients have their place from the start, unless
-            # they are shared out, or come and go with each update.
-            if len(plan.holders[s]) > 1 and plan.zero < 2 and not endless:
+            # they go when they are summed, or with each update.
+            if len(plan.holders[s]) > 1 and not plan.frees_gradients and not endless:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.summing: int | None = None  # the stage whose gradients are on their way
+        self.state = state
+        self.put: set[int] = set()  # stages whose gradients are put away
         self.optimizer = round(state * sum(mine.optimizer for mine in self.shares.values()))
         self.meter = Meter(self._standing())
         self.at_hand: dict[Message, int] = {}
@@ -78,14 +83,28 @@ class _Rank:
         if self.endless:  # what is trained is there in two versions
             weights += sum(self.costs[s].gradients for s in self.shares)
         gradients = sum(self.gradients.values())
-        return Memory(round(weights), round(gradients), self.optimizer)
+        away = sum(m.away(self.state, summed=s in self.put) for s, m in self.shares.items())
+        return Memory(round(weights), round(gradients), self.optimizer, away=round(away))
 
     def run(self, row: Sequence[Action]) -> tuple[Row, Meter]:
         found = []
         for action in row:
             self._do(action)
             found.append(self.meter.now)
+        if any(action.kind is Kind.REDUCE for action in row):
+            self._settle()
+            for stage in self.shares if self.plan.updates == "late" and self.plan.away else ():
+                self._update_late(stage)
         return found, self.meter
+
+    def _update_late(self, stage: int) -> None:
+        """After the step, when nothing else is under way."""
+        here = self._standing()
+        here = replace(here, optimizer=here.optimizer + self._brought(stage))
+        if here.total > self.meter.peak.total:
+            self.meter.peak = here
+        self.put.discard(stage)
+        self.gradients.pop(stage, None)
 
     def _do(self, action: Action) -> None:
         if action.computes:
@@ -114,14 +133,39 @@ class _Rank:
         elif action.kind is Kind.DROP:
             self.gathered.remove(action.stage)
         elif action.kind is Kind.UPDATE:
-            self.gradients.pop(action.stage, None)
-        elif self.plan.zero < 2:
+            self._settle()
+            self._update(action.stage)
+        elif not self.plan.frees_gradients:
             return
         else:
-            if self.summing is not None:
-                self.gradients[self.summing] = self.shares[self.summing].summed
+            self._settle()
             self.summing = action.stage
+            if not self.several[action.stage]:  # nothing to wait for
+                self._settle()
         self.meter.settle(self._standing())
+
+    def _settle(self) -> None:
+        """The sum under way is through."""
+        if self.summing is not None:
+            self.gradients[self.summing] = self.shares[self.summing].summed
+            if self.shares[self.summing].home:
+                self.put.add(self.summing)
+            self.summing = None
+
+    def _update(self, stage: int) -> None:
+        """What is put away comes back for a moment; and after an update gradients are gone."""
+        self.meter.settle(self._standing())
+        brought = self._brought(stage)
+        self.meter.add("optimizer", brought)
+        self.meter.drop("optimizer", brought)
+        self.put.discard(stage)
+        self.gradients.pop(stage, None)
+
+    def _brought(self, stage: int) -> int:
+        """Bytes that come back for an update: none where the optimizer works on the host."""
+        if self.plan.put_away("weights") == "host":
+            return 0
+        return round(self.shares[stage].updating(self.state))
 
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
@@ -139,7 +183,7 @@ class _Rank:
         s, i = action.stage, action.micro_batch
         for sink in self.plan.sinks[s]:
             self._take(Message("gradient", sink, s, i))
-        if self.plan.zero > 1:
+        if self.plan.frees_gradients and self.several[s]:
             self.gradients[s] = self.shares[s].gradients
         self.meter.surge(round(self.costs[s].surge))
         if action.kind is Kind.BACKWARD:

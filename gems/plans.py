@@ -28,7 +28,7 @@ from gems.stream import stream_faults
 
 SCHEDULES = (
     *("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "2bw"),
-    "auto",
+    *("l2l", "auto"),
 )
 ENDLESS = "2bw"  # one batch follows the other without a flush: see schedule/papers/two_buffers.py
 BATCHES = 4  # that are laid out one after the other to check and to time it
@@ -36,6 +36,7 @@ BIDIRECTIONAL = ("gems", "gems-zb")
 SPLIT = ("zero-bubble", "gems-zb", "auto")
 PLACEMENTS = ("straight", "fold")
 SUMS = ("early", "late")
+UPDATES = ("late", "eager")
 ZERO = (0, 1, 2, 3)
 
 
@@ -71,6 +72,8 @@ class Plan:
                    2 gradients too, once they are summed, 3 the weights too, gathered when needed
     offload        what is put away while it is not needed: `stash`, `weights`, `optimizer`, to the
                    `host` or to `disk`: "stash", "stash:disk,optimizer"
+    updates        when weights are updated: `late`, after all work of a step; or `eager`, each
+                   stage as soon as its gradients are complete
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
 
@@ -94,6 +97,7 @@ class Plan:
     stream: Spatial = ()
     zero: int = 0
     offload: Offload = ()
+    updates: str = "late"
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +112,8 @@ class Plan:
             put("edges", tuple(tuple(edge) for edge in self.edges))
         put("spatial", tiles_of(self.spatial))
         put("keep", keep_of(self.keep))
+        if self.schedule == "l2l" and self.keep == "all":  # its forward keeps inputs: see its file
+            put("keep", "inputs")
         put("stream", tiles_of(self.stream))
         put("offload", offload_of(self.offload))
         if self.bidirectional is None:
@@ -151,6 +157,7 @@ class Plan:
             yield f"sums is {self.sums!r}; choose one of {', '.join(SUMS)}"
         yield from self._zero_faults()
         yield from offload_faults(self.offload)
+        yield from self._update_faults()
         yield from self._endless_faults()
         tiles = tiles_of(self.spatial)
         yield from tile_faults(tiles, self.depth, self.local_dp)
@@ -173,6 +180,18 @@ class Plan:
                 "zero=3 gathers the weights of a stage when all its holders need them, and those "
                 "of two directions need them at different times; use zero=2, or one direction"
             )
+
+    def _update_faults(self) -> Iterable[str]:
+        if self.updates not in UPDATES:
+            yield f"updates is {self.updates!r}; choose one of {', '.join(UPDATES)}"
+        elif self.updates == "eager":
+            if self.zero in (1, 2):
+                yield (
+                    f"updates='eager' with zero={self.zero} would gather the updated parts of each "
+                    "stage in the middle of a step; use zero=0 or zero=3, or updates='late'"
+                )
+            if self.sums == "late":
+                yield "updates='eager' follow each sum, and sums='late' come last; leave one out"
 
     def _endless_faults(self) -> Iterable[str]:
         """Of 2BW: a batch must be through the pipeline before the next but one begins, and what
@@ -197,6 +216,8 @@ class Plan:
                 f"2bw puts nothing away ({', '.join(self.offload)}): what is stored in one step "
                 "would be wanted in the next; leave offload out, or use '1f1b'"
             )
+        if self.updates != "late":
+            yield f"updates={self.updates!r} is no choice for 2bw, which says when; leave it out"
         if self.sums != "early":
             yield f"sums={self.sums!r} is at the end of a step, and 2bw has none; leave it out"
         if "except-last" in (self.keep if isinstance(self.keep, tuple) else (self.keep,)):
@@ -316,6 +337,20 @@ class Plan:
     def put_away(self, what: str) -> str:
         """Where something is while it is not needed: `host`, `disk`, or "" if it stays."""
         return place_of(self.offload, what)
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """What of stages' state is put away, of `weights` and `optimizer`."""
+        return tuple(what for what in ("weights", "optimizer") if self.put_away(what))
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether a stage's whole gradients are let go of as soon as they are summed."""
+        return self.zero >= 2 or "weights" in self.away
+
+    def gathers(self, stage: int) -> bool:
+        """Whether a stage's weights come when they are needed, and go again."""
+        return "weights" in self.away or (self.zero == 3 and self.sharers(stage) > 1)
 
     # --- how stages are cut ----------------------------------------------------------------
 

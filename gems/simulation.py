@@ -34,6 +34,7 @@ from gems.schedule.core import (
 from gems.schedule.endless import number_of, place
 from gems.schedule.offload import Storing
 from gems.timeline import Event, Timeline
+from gems.zero import share
 
 Seconds = Callable[[int, Action], float]
 Travel = Callable[[Message, tuple[int, int]], float]
@@ -60,6 +61,8 @@ def simulate(
     """
 
     def seconds(rank: int, action: Action) -> float:
+        if action.kind is Kind.UPDATE:
+            return _away_seconds(action, plan, costs, over, state)
         if not action.computes:
             return 0.0
         return costs[action.stage].of(action.kind.value)
@@ -71,7 +74,8 @@ def simulate(
         return link.seconds(costs.part(*message[:3]))
 
     def meet(meeting: Action) -> float:
-        return _meeting_seconds(meeting, plan, costs, over, copies)
+        found = _meeting_seconds(meeting, plan, costs, over, copies)
+        return found + _away_seconds(meeting, plan, costs, over, state)
 
     def carry(action: Action) -> float:
         if not isinstance(over, Machine):
@@ -116,12 +120,32 @@ def _meeting_seconds(
     firsts = range(0, copies * plan.world, plan.world)
     ranks = [first + rank for first in firsts for rank in plan.holders[meeting.stage]]
     size = costs[meeting.stage].gradients
-    if over is None or len(ranks) == 1:
+    alone = len(ranks) == 1 or (meeting.kind is Kind.GATHER and plan.zero < 3)
+    if over is None or alone:
         return 0.0
     part = 0.5 if plan.zero == 3 else 1.0
     if isinstance(over, Machine):
         return part * over.allreduce_seconds(size, ranks)
     return part * over.allreduce_seconds(size, len(ranks))
+
+
+def _away_seconds(
+    action: Action, plan: Plan, costs: Costs, over: Link | Machine | None, state: float
+) -> float:
+    """Of what a stage has put away, on its way: weights that come, gradients that go, and for an
+    update all that is read and written. Late updates count as the end of the sum."""
+    if not isinstance(over, Machine) or not plan.away:
+        return 0.0
+    mine = share(costs[action.stage], plan.zero, plan.sharers(action.stage), away=plan.away)
+    update = 2 * state * mine.own + (mine.own + 2 * mine.home if mine.home else 0.0)
+    if plan.put_away("weights") == "host":
+        update = 0.0  # the optimizer works there
+    size = update
+    if action.kind is Kind.GATHER:
+        size = mine.home
+    elif action.kind is Kind.REDUCE:
+        size = (mine.own if mine.home else 0.0) + (update if plan.updates == "late" else 0.0)
+    return over.way_to(plan.put_away("optimizer")).seconds(size) if size else 0.0
 
 
 def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
@@ -182,6 +206,7 @@ class _Laid:
         self.meetings = Meetings(plan)
         self.reached: dict[Action, dict[int, float]] = defaultdict(dict)
         self.busy: dict[int, float] = defaultdict(float)  # with sums and gathers
+        self.fetching: dict[int, float] = defaultdict(float)  # what was put away
         self.through: dict[tuple[int, Action], float] = {}
         self.summed: dict[int, list[int]] = defaultdict(list)
         self.met: list[Event] = []
@@ -259,7 +284,13 @@ class _Laid:
                 self.sent.append((link, message))
 
     def _meet(self, rank: int, action: Action, now: float) -> None:
-        """Sums and gathers: each begins when its last rank has come to it, one after the other."""
+        """Sums and gathers: each begins when its last rank has come to it, one after the other.
+        What a rank fetches for itself waits for nobody."""
+        if action.kind is Kind.GATHER and self.plan.zero < 3:
+            start = max(now, self.fetching[rank])
+            self.fetching[rank] = self.through[rank, action] = stop = start + self.meet(action)
+            self.met.append(Event(rank, str(action), start, stop))
+            return
         self.reached[action][rank] = now
         if action.kind is Kind.REDUCE:
             self.summed[rank].append(action.stage)

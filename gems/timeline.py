@@ -133,7 +133,8 @@ class Meter:
         self.drop("stash", size)
 
     def settle(self, standing: Memory) -> None:
-        """What stands for itself (weights, gradients, optimizer) may have changed."""
+        """What stands for itself (weights, gradients, optimizer) may have changed, and so may
+        what is put away of it."""
         for kind in ("weights", "gradients", "optimizer"):
             self._change(kind, getattr(standing, kind) - self._live[kind])
         self._live["away"] = standing.away + self.stowed

@@ -67,8 +67,9 @@ class Adapter(Protocol):
         """The sums are there."""
         ...
 
-    def gather(self, stage: int) -> list[Any]:
-        """Make room for a stage's weights, of which each holder has a part: what to gather."""
+    def gather(self, stage: int) -> tuple[list[Any], list[Handle]]:
+        """Make room for a stage's weights: what to gather, if each holder has a part, and what is
+        under way from where it was put away."""
         ...
 
     def drop(self, stage: int) -> None:

@@ -24,7 +24,7 @@ class Endless:
         schedule: Schedule,
         adapter: Adapter,
         transport: Transport,
-        update: Callable[[int], None],
+        update: Callable[[int], int],
     ) -> None:
         proofs = receipts(schedule, plan.unrolled)[transport.rank]
         self.windows = windows(schedule.ranks[transport.rank], proofs, plan)

@@ -28,9 +28,10 @@ class Engine:
         schedule: Schedule,
         adapter: Adapter,
         transport: Transport,
-        update: Callable[[int], None] | None = None,
+        update: Callable[[int], int] | None = None,
     ) -> None:
-        """`update` steps the weights of a stage, in schedules that say when."""
+        """`update` steps the weights of a stage, in schedules that say when. It gives the bytes
+        that it brought back from where they are put away, for as long as it took."""
         self.plan, self.adapter, self.transport = plan, adapter, transport
         self.update = update
         self.actions = schedule.ranks[transport.rank]
@@ -229,10 +230,12 @@ class Engine:
 
     def _reduce(self, action: Action) -> None:
         ranks = self.plan.holders[action.stage]
+        if len(ranks) == 1 and "weights" in self.plan.away:  # complete, and not needed here
+            self._stamped(action, partial(self._settle, action.stage))
         if len(ranks) == 1:
             return
 
-        if self.plan.zero > 1:  # of whole gradients, have one stage's at a time
+        if self.plan.frees_gradients:  # of whole gradients, have one stage's at a time
             self._settle_sums()
 
         def work() -> None:
@@ -259,9 +262,9 @@ class Engine:
         ranks = self.plan.holders[action.stage]
 
         def work() -> None:
-            buffers = self.adapter.gather(action.stage)
+            buffers, handles = self.adapter.gather(action.stage)
             self.meter.settle(self.adapter.standing())
-            handles = [self.transport.all_gather(buffer, ranks) for buffer in buffers]
+            handles += [self.transport.all_gather(buffer, ranks) for buffer in buffers]
             self.gathering[action.stage] = handles
 
         self._stamped(action, work)
@@ -282,7 +285,9 @@ class Engine:
         assert update is not None, f"{action} in a schedule of a trainer that updates by itself"
 
         def work() -> None:
-            update(action.stage)
+            brought = update(action.stage)
+            self.meter.add("optimizer", brought)
+            self.meter.drop("optimizer", brought)
             self.meter.settle(self.adapter.standing())
 
         self._stamped(action, work)

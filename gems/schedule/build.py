@@ -14,6 +14,7 @@ from gems.schedule.papers import (
     gems,
     gpipe,
     interleaved,
+    l2l,
     one_f_one_b,
     sequential,
     two_buffers,
@@ -30,10 +31,11 @@ PAPERS: dict[str, Callable[[Plan], Schedule]] = {
     "zero-bubble": zero_bubble.order,
     "gems": gems.order,
     "2bw": two_buffers.order,
+    "l2l": l2l.order,
 }
 BY_SAMPLE = ("sequential", "gems")  # these know teams: each rank does one sample after the other
 ONE_STAGE_PER_RANK = ("1f1b", "zero-bubble", "2bw")
-ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble", "l2l")
 
 
 def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:
@@ -97,6 +99,11 @@ def _fits(plan: Plan) -> None:
         raise PlanError(
             f"{name!r} puts one stage on each rank, but {plan.depth} stages are placed on "
             f"{plan.ranks} ranks; use 'interleaved', 'gpipe', 'sequential' or 'auto'"
+        )
+    if name == "l2l" and plan.ranks > 1:
+        raise PlanError(
+            f"'l2l' runs all stages on one rank, one after the other, but they are placed on "
+            f"{plan.ranks}; give ranks=1, and data=N for copies on other ranks"
         )
     if name == "interleaved" and not (straight and plan.depth % plan.ranks == 0):
         raise PlanError(

@@ -40,6 +40,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found += (_wrong_updates if endless else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
+    found += () if endless else _wrong_eager(schedule, plan)
     return found or _deadlocks(schedule, plan)
 
 
@@ -170,7 +171,8 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: one rank speaks for all that share its own.
-    orders = [tuple(a for a in row if a.kind in TOGETHER) for row in schedule.ranks]
+    together = TOGETHER if plan.zero == 3 else (Kind.REDUCE,)  # others fetch for themselves
+    orders = [tuple(a for a in row if a.kind in together) for row in schedule.ranks]
     speakers = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(speakers.items(), key=lambda kv: kv[1]), 2):
         stages = {x.stage for x in one} & {x.stage for x in other}
@@ -217,11 +219,14 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
         here: set[int] = set()
         for step, action in enumerate(row):
             s = action.stage
-            shared = plan.zero == 3 and s < plan.depth and plan.sharers(s) > 1
+            shared = s < plan.depth and plan.gathers(s)
             at = f"rank {rank}, step {step}: {action}"
             if action.kind in (Kind.GATHER, Kind.DROP):
                 if not shared or s not in plan.stages_on[rank]:
-                    yield f"{at} has nothing to do: no weights of stage {s} are shared out there"
+                    yield (
+                        f"{at} has nothing to do: no weights of stage {s} are shared out or put "
+                        "away there"
+                    )
                 elif (action.kind is Kind.GATHER) == (s in here):
                     state = "here already" if s in here else "not here"
                     yield f"{at}, but the weights of stage {s} are {state}"
@@ -254,6 +259,29 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
                     load = replace(action, kind=Kind.LOAD)
                     yield f"{at} reads what is stored; it wants {load} before it"
                 state[key] = "used"
+
+
+def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Eager updates: each stage's once, when its gradients are summed; else the step's end is."""
+    if not any(a.kind is Kind.REDUCE for _, a in schedule):
+        return
+    for rank, row in enumerate(schedule.ranks):
+        summed: set[int] = set()
+        updated: set[int] = set()
+        for step, action in enumerate(row):
+            at = f"rank {rank}, step {step}: {action}"
+            if action.kind is Kind.REDUCE:
+                summed.add(action.stage)
+            elif action.kind is Kind.UPDATE:
+                if plan.updates != "eager":
+                    yield f"{at} is not the plan's, whose updates are {plan.updates}"
+                elif action.stage not in summed:
+                    yield f"{at} comes before {action.stage}R"
+                elif action.stage in updated:
+                    yield f"{at} is the second of its stage"
+                updated.add(action.stage)
+        if plan.updates == "eager" and updated != (mine := set(plan.stages_on[rank])):
+            yield f"rank {rank} updates stages {sorted(updated)} but holds {sorted(mine)}"
 
 
 def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:

@@ -11,7 +11,7 @@ The text form is what one writes on a whiteboard, and it parses back:
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
     2R       sum the gradients of stage 2 over its holders
-    2G       gather its weights, of which each holder has a share (zero=3)
+    2G       gather its weights, of which each holder has a share (zero=3), or which are put away
     2D       drop all but the own share again
     2U       update its weights with the gradients that were summed last
     2F0@1    the same, in replica 1
@@ -204,6 +204,8 @@ class Meetings:
 
     def begin(self, rank: int, action: Action) -> list[Action]:
         """A rank has come to it. Gives those that are through now, in order."""
+        if not _meets(action, self.plan):
+            return [action]
         self.begun[rank][action] += 1
         self.queues[rank].append(action)
         through: list[Action] = []
@@ -226,18 +228,24 @@ class Meetings:
         return self.ended[action] >= self.begun[rank][action]
 
 
+def _meets(action: Action, plan: Plan) -> bool:
+    """Whether it takes others: weights that are put away each rank fetches for itself, unless they
+    are shared out as well."""
+    return action.kind in TOGETHER and (action.kind is not Kind.GATHER or plan.zero == 3)
+
+
 def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
     """The sum or gather that a rank must be through with before an action of a lowered schedule.
 
-    An update waits for its gradients' sum. With shared weights each action waits for its stage's.
-    Where gradients are shared out, a sum waits for the one before it, so that no more than one
-    stage's are there as a whole.
+    An update waits for its gradients' sum. Where weights come and go each action waits for its
+    stage's. Where gradients go once they are summed, a sum waits for the one before it, so that no
+    more than one stage's are there as a whole.
     """
     if action.kind is Kind.UPDATE:
         return Action(Kind.REDUCE, action.stage)
-    if action.computes and plan.zero == 3:
+    if action.computes and (plan.zero == 3 or "weights" in plan.away):
         return Action(Kind.GATHER, action.stage)
-    if action.kind is Kind.REDUCE and plan.zero >= 2 and summed:
+    if action.kind is Kind.REDUCE and plan.frees_gradients and summed:
         return Action(Kind.REDUCE, summed[-1])
     return None
 
@@ -260,7 +268,7 @@ class Run:
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
         kinds = {action.kind for _, action in schedule}
-        waits = plan.zero >= 2 or Kind.UPDATE in kinds
+        waits = plan.frees_gradients or Kind.UPDATE in kinds
         self.meets = waits and not kinds.isdisjoint(TOGETHER)
         self.meetings = Meetings(plan)
         self.summed: list[list[int]] = [[] for _ in schedule.ranks]

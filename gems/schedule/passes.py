@@ -13,7 +13,7 @@ from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.endless import update
 from gems.schedule.offload import offload
-from gems.schedule.papers import sequential
+from gems.schedule.papers import l2l, sequential
 
 SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
 
@@ -127,6 +127,7 @@ def _merged(queues: list[list[Action]]) -> list[Action]:
 
 def reduce(schedule: Schedule, plan: Plan) -> Schedule:
     """Sum each stage's gradients over its holders: as soon as they are complete, or at the end.
+    Eager updates follow their sum.
 
     All ranks issue the sums in one order, by when the last holder of a stage is done, because
     collectives pair up by order.
@@ -146,27 +147,32 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
         soonest = len(row) - 1 if plan.sums == "late" else 0
         for stage in (s for s in turn if s in plan.stages_on[rank]):
             soonest = max(soonest, last.get(stage, 0))
-            if plan.zero >= 2:
-                # The next sum waits for this one, so no rank may come to it long before others.
+            if plan.frees_gradients or plan.updates == "eager":
+                # What follows waits for this one, so no rank may come to it long before others.
                 soonest = max(soonest, bisect_right(done[rank], finished[stage]) - 1)
             after[soonest].append(Action(Kind.REDUCE, stage))
+            if plan.updates == "eager":
+                after[soonest].append(Action(Kind.UPDATE, stage))
         parts = ((a, *after[position]) for position, a in enumerate(row))
         lowered.append(tuple(a for part in parts for a in part))
     return Schedule(tuple(lowered))
 
 
 def share(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
-    """With zero=3, gather a stage's weights for each run of its actions, and drop them after it.
+    """With zero=3, or where weights are put away, gather a stage's weights for each run of its
+    actions, and drop them after it.
 
     A run ends where a rank of the stage turns to another one. Weights are asked for one compute
     action early, so that they travel while it runs: at most two stages are whole at once.
     """
-    if plan.zero < 3:
+    if plan.zero < 3 and "weights" not in plan.away:
         return schedule
-    shared = {s for s in range(plan.depth) if more * plan.sharers(s) > 1}
-    starts = _starts(schedule, shared)
+    depth = range(plan.depth)
+    shared = {s for s in depth if plan.gathers(s) or (plan.zero == 3 and more > 1)}
+    together = _starts(schedule, shared)
     rows = []
     for row in schedule.ranks:
+        starts = together if plan.zero == 3 else _starts(Schedule((row,)), shared)
         count, before, after = Counter(), defaultdict(list), defaultdict(list)
         last: tuple[int, int] = (-1, -1)  # where the compute action before was, and its stage
         latest: dict[int, int] = {}
@@ -262,7 +268,8 @@ def _use(action: Action) -> tuple[int, int, bool]:
 
 
 def forward_only(plan: Plan) -> Schedule:
-    """Forward of every micro-batch, for prediction: each rank in the order of samples."""
-    order = sequential.order(plan.one_copy())
+    """Forward of every micro-batch, for prediction: each rank in the order of samples, and with l2l
+    one stage after the other."""
+    order = (l2l if plan.schedule == "l2l" else sequential).order(plan.one_copy())
     forward = (tuple(a for a in row if a.kind is Kind.FORWARD) for row in order.ranks)
     return share(communicate(copies(Schedule(tuple(forward)), plan), plan), plan)

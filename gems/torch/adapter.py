@@ -39,7 +39,7 @@ from gems.torch.spatial.stash import Slabs
 from gems.torch.store import Store
 from gems.torch.stream import Stream
 from gems.torch.trace import Trace, trace
-from gems.torch.weights import Ownership
+from gems.torch.weights import Ownership, Unmade
 from gems.transport.core import Handle, Transport
 
 Tensor = torch.Tensor
@@ -86,7 +86,10 @@ class TorchAdapter:
         transport: Transport,
         leaves: tuple[str, ...] = (),
         stash: Store | None = None,
+        unmade: Unmade | None = None,
+        home: Store | None = None,
     ) -> None:
+        """`unmade` are weights to be initialised; `home` is where they are put away."""
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
         self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
@@ -106,6 +109,9 @@ class TorchAdapter:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
+        self.home, self.unmade = home, unmade
+        self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
+        self.wants_norm = False
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
         self.in_shards = {id(p) for parameters in shared for p in parameters}
@@ -115,13 +121,20 @@ class TorchAdapter:
         self.weight_storages = {storage_of(t) for t in self.weights.values()}
 
     def _shared_out(self) -> dict[int, Shard]:
-        """The stages of this rank whose state is divided among their holders."""
+        """The stages of this rank whose state is divided among their holders, or put away: one
+        after the other, so that of weights that are made here one stage's are there at a time."""
         found: dict[int, Shard] = {}
         for stage in self.stages:
+            if self.unmade is not None:
+                self.unmade.make(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
-            if self.plan.sharers(stage) > 1 and mine:
-                holders = self.plan.holders[stage]
-                found[stage] = Shard(mine, holders, self.rank, self.plan.zero)
+            level = self.plan.zero if self.plan.sharers(stage) > 1 else 0
+            if mine and (level or self.home is not None):
+                holders = self.plan.holders[stage] if level else (self.rank,)
+                found[stage] = Shard(mine, holders, self.rank, level, self.home)
+        if self.unmade is not None:
+            self.unmade.make()
+            self.unmade = None
         return found
 
     # --- one step -----------------------------------------------------------------------------
@@ -151,7 +164,8 @@ class TorchAdapter:
                 norms = self._norms(stage, self.of[real[0]])
                 self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets: dict[int, Bucket] = {}
-        later = self.plan.zero >= 2 or self.plan.schedule == ENDLESS  # when the first one comes
+        # When the first one comes:
+        later = self.plan.frees_gradients or self.plan.schedule == ENDLESS
         for stage in self.stages if training and not later else ():
             self._place(stage)
 
@@ -579,16 +593,24 @@ class TorchAdapter:
         return self.shards[stage].gradients if self.update and stage in self.shards else []
 
     def unbucket(self, stage: int) -> None:
-        sums = self.buckets.pop(stage).empty()
-        if stage in self.statistics:
-            self.statistics[stage].finish(sums)
+        if stage in self.buckets:  # it has several holders
+            sums = self.buckets.pop(stage).empty()
+            if stage in self.statistics:
+                self.statistics[stage].finish(sums)
         if self.update and stage in self.shards:
-            self.shards[stage].settle()
+            self.shards[stage].settle(norm=self.wants_norm)
 
-    # --- shared weights -----------------------------------------------------------------------
+    # --- weights that come and go ---------------------------------------------------------------
 
-    def gather(self, stage: int) -> list[Tensor]:
-        return self.shards[stage].gather() if stage in self.shards else []
+    def gather(self, stage: int) -> tuple[list[Tensor], list[Handle]]:
+        if (shard := self.shards.get(stage)) is None:
+            return [], []
+        handles = shard.gather()
+        if shard.level < 3:
+            return [], handles
+        for handle in handles:  # others get our part from here
+            handle.wait()
+        return shard.memory, []
 
     def drop(self, stage: int) -> None:
         if stage in self.shards:
@@ -599,8 +621,11 @@ class TorchAdapter:
         """All of this rank's weights, in which one may write; all ranks must come here, unless what
         they are now is of no interest and need not be `fetched`."""
         apart = [shard for shard in self.shards.values() if not shard.whole]
-        pairs = [(memory, shard.holders) for shard in apart for memory in shard.gather()]
-        for handle in [self.transport.all_gather(*pair) for pair in pairs if fetched]:
+        for handle in [handle for shard in apart for handle in shard.gather()]:
+            handle.wait()
+        shared = [shard for shard in apart if fetched and shard.level == 3]
+        pairs = [(memory, shard.holders) for shard in shared for memory in shard.memory]
+        for handle in [self.transport.all_gather(*pair) for pair in pairs]:
             handle.wait()
         try:
             yield
@@ -648,10 +673,17 @@ class TorchAdapter:
         for shard in self.shards.values():
             gradients += shard.gradient_bytes
             weights += shard.weight_bytes
+        state = self.state()
+        away = sum(store.used for store in self.stores)
+        if self.plan.put_away("weights") == "host":  # where the optimizer works, its state is
+            away, state = away + self.size(state), []
+        here = self.size([x for x in state if x.untyped_storage().nbytes()])
+        return Memory(weights=weights, gradients=gradients, optimizer=here, away=away)
+
+    def state(self) -> list[Tensor]:
+        """The optimizer's, wherever it is."""
         state = self.optimizer.state.values() if self.optimizer else ()
-        tensors = [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
-        optimizer = sum(x.numel() * x.element_size() for x in tensors)
-        return Memory(weights=weights, gradients=gradients, optimizer=optimizer)
+        return [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
 
     def size(self, buffers: Sequence[Tensor]) -> int:
         return sum(b.numel() * b.element_size() for b in buffers)

@@ -258,7 +258,7 @@ class Run:
 
     # --- an update ----------------------------------------------------------------------------
 
-    def _update(self, stage: int) -> None:
+    def _update(self, stage: int) -> int:
         """Of the batch whose gradients were summed, if its loss is a number."""
         said, trainer, plain = self.said.popleft(), self.trainer, self.turns.plain
         assert trainer.optimizer is not None
@@ -281,3 +281,4 @@ class Run:
             trainer._step_scheduler(loss)
         trainer._forget_gradients()
         self.turns.summed += 1
+        return 0  # nothing of it is put away

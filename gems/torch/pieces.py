@@ -31,8 +31,9 @@ BY_CELL = {
 
 def share_out(optimizer: Optimizer, shards: Iterable[Shard], zero: int) -> None:
     """Let an optimizer of whole parameters step this rank's pieces of them instead."""
-    kind = type(optimizer)
-    if kind not in BY_CELL and not getattr(optimizer, "by_cell", False):
+    kind, shards = type(optimizer), list(shards)
+    cuts = any(shard.level for shard in shards)
+    if cuts and kind not in BY_CELL and not getattr(optimizer, "by_cell", False):
         known = ", ".join(sorted(k.__name__ for k in BY_CELL))
         raise PlanError(
             f"zero={zero} gives each rank a part of every parameter, cut anywhere, and "
@@ -62,7 +63,7 @@ def cut(state: Mapping[str, Any], whole: Tensor, piece: Piece) -> State:
 
     def part(key: str, x: Any) -> Any:
         shaped = isinstance(x, Tensor) and x.shape == whole.shape and key != "step"
-        return piece.of(x).clone() if shaped else x
+        return piece.of(x).to(piece.part.device, copy=True) if shaped else x
 
     return {key: part(key, x) for key, x in state.items()}
 

@@ -13,6 +13,11 @@ optimizer that works cell by cell that is the same arithmetic as on the whole.
     zero=2   the same; after the sum the memory of the whole gradient is given back
     zero=3   the own part has memory of its own. The whole memory is there from gather to release
 
+A part has a home: memory of the device, or, if it is put away, of the host or of a file (home.py).
+Then the whole memory is there from gather to release as well, whatever `zero` is: with zero=0 each
+holder by itself has all of it at home, in pieces that are whole parameters. When gradients are
+summed they go to the same place, and the optimizer works there, between `open` and `close`.
+
 [Note: memory that comes and goes] `release` gives the bytes back and leaves the tensors as they
 are: parameters, and what autograd has saved of them, are whole again after the next gather. They
 were made through `.data`, so filling the memory does not count as a change of them.
@@ -31,6 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gems.torch.home import Home, room
+from gems.torch.store import Handle, Slot, Store
 from gems.transport.core import own_part
 
 Tensor = torch.Tensor
@@ -38,7 +45,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Cells `start` to `stop` of a parameter, counted flat, as a parameter of its own."""
+    """Cells `start` to `stop` of a parameter, counted flat, as a parameter of its own; one that is
+    all of it has its shape."""
 
     name: str
     start: int
@@ -47,11 +55,14 @@ class Piece:
 
     def of(self, whole: Tensor) -> Tensor:
         """These cells of something shaped like the whole parameter."""
-        return whole.reshape(-1)[self.start : self.stop]
+        return whole.reshape(-1)[self.start : self.stop].view(self.part.shape)
 
 
 class Shard:
-    """What one rank has of a stage whose weights are shared out over its holders."""
+    """What one rank has of a stage whose weights are shared out over its holders, or put away.
+
+    Those that are not shared out have level 0 and this rank as their only holder.
+    """
 
     def __init__(
         self,
@@ -59,15 +70,20 @@ class Shard:
         holders: tuple[int, ...],
         rank: int,
         level: int,
+        store: Store | None = None,
     ) -> None:
         self.parameters, self.holders, self.rank, self.level = parameters, holders, rank, level
+        self.store = store
+        self.passing = level == 3 or store is not None  # memory that comes and goes
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, p in parameters.items():
             kinds.setdefault((p.dtype, p.device), []).append(name)
         self.flats = [_Flat({n: parameters[n] for n in names}, self) for names in kinds.values()]
         self.pieces = {piece.name: piece for flat in self.flats for piece in flat.pieces}
+        self.came: set[str] = set()  # what has a gradient that is put away
+        self.squares: dict[str, float] = {}  # of the own parts of these gradients, if asked for
         self.whole = True
-        if level == 3:
+        if self.passing:
             self.release()
 
     def own(self, memory: Tensor) -> Tensor:
@@ -75,31 +91,50 @@ class Shard:
 
     # --- weights ------------------------------------------------------------------------------
 
-    def gather(self) -> list[Tensor]:
-        """Memory to gather the parts in; the parameters are whole when that is done."""
-        for flat in self.flats:
-            if self.level == 3:
-                flat.room(len(flat.weights))
-                self.own(flat.weights).copy_(flat.part)
+    def gather(self) -> list[Handle]:
+        """Make room for the whole, and have there what this rank has of it."""
+        handles: list[Handle] = []
+        for flat in self.flats if self.passing else ():
+            flat.room(len(flat.weights))
+            mine = self.own(flat.weights) if self.level == 3 else flat.weights
+            if flat.home is None:
+                mine.copy_(flat.part)
+            else:
+                handles.append(flat.home.read(mine))
         self.whole = True
+        return handles
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The whole, in which the holders' parts are gathered."""
         return [flat.weights for flat in self.flats]
 
     def keep(self) -> None:
-        """Weights were loaded: the own part becomes what the whole says."""
-        if self.level == 3:
-            for flat in self.flats:
-                flat.part.copy_(self.own(flat.weights))
+        """Weights were loaded, or gathered: what is here for good becomes what the whole says."""
+        for flat in self.flats if self.passing else ():
+            mine = self.own(flat.weights) if self.level == 3 else flat.weights
+            if flat.home is None:
+                flat.part.copy_(mine)
+            else:
+                flat.home.write(mine)
 
     def release(self) -> None:
         """Give the memory of the whole back. [Note: memory that comes and goes]"""
-        assert self.level == 3
+        assert self.passing
         for flat in self.flats:
             flat.room(0)
         self.whole = False
 
+    def copy(self, name: str) -> Tensor:
+        """A parameter as it is at home, of which nothing is elsewhere."""
+        assert self.store is not None and self.level < 3
+        flat = next(flat for flat in self.flats if name in flat.at)
+        return flat.copy(name)
+
     @property
     def weight_bytes(self) -> int:
-        parts = [flat.part for flat in self.flats if self.level == 3]
+        """On the device."""
+        parts = [flat.part for flat in self.flats if self.level == 3 and flat.home is None]
         whole = [flat.weights for flat in self.flats if self.whole]
         return sum(t.nbytes for t in (*parts, *whole))
 
@@ -108,7 +143,7 @@ class Shard:
     def places(self) -> dict[int, Tensor]:
         """Zeros for the gradient of every parameter, by the parameter's id, for one step."""
         found: dict[int, Tensor] = {}
-        for flat in self.flats:
+        for flat in self.flats if self.level else ():
             flat.gradients = flat.zeros()
             for name, view in flat.views(flat.gradients).items():
                 found[id(self.parameters[name])] = view
@@ -119,8 +154,17 @@ class Shard:
         """The memory of whole gradients, to be summed."""
         return [flat.gradients for flat in self.flats if flat.gradients is not None]
 
-    def settle(self) -> None:
-        """Gradients are summed: hand out those of pieces, None where the parameter has none."""
+    def settle(self, *, norm: bool = False) -> None:
+        """Gradients are summed: hand out those of pieces, None where the parameter has none; or put
+        them away. Then `norm` asks for the squares of their norms."""
+        if self.store is not None:
+            self._put_away(norm)
+        else:
+            self._hand_out()
+        for p in self.parameters.values():
+            p.grad = None
+
+    def _hand_out(self) -> None:
         for flat in self.flats:
             assert flat.gradients is not None
             flat.sums = self.own(flat.gradients)
@@ -128,21 +172,71 @@ class Shard:
                 flat.sums, flat.gradients = flat.sums.clone(), None
             for piece, at in zip(flat.pieces, flat.starts, strict=True):
                 came = self.parameters[piece.name].grad is not None
-                size = piece.stop - piece.start
-                piece.part.grad = flat.sums[at : at + size] if came else None
-        for p in self.parameters.values():
-            p.grad = None
+                piece.part.grad = flat.sums[at : at + len(piece.part)] if came else None
+
+    def _put_away(self, norm: bool) -> None:
+        assert self.store is not None
+        self.came = {name for name, p in self.parameters.items() if p.grad is not None}
+        for flat in self.flats:
+            sums = None if flat.gradients is None else self.own(flat.gradients)
+            if flat.away is None:
+                flat.away = self.store.slot(flat.part.nbytes)
+            for piece, at in zip(flat.pieces, flat.starts, strict=True):
+                if piece.name not in self.came:
+                    continue
+                if sums is None:
+                    gradient = self.parameters[piece.name].grad
+                    assert gradient is not None
+                    gradient = gradient.contiguous()
+                else:
+                    gradient = sums[at : at + piece.part.numel()]
+                handle = flat.away.write(gradient, at * gradient.element_size())
+                if norm:
+                    self.squares[piece.name] = float(gradient.double().square().sum())
+                handle.wait()
+            flat.gradients = None
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether this rank's part of a gradient that is put away is anything but zeros."""
+        for flat in self.flats:
+            for piece, at in zip(flat.pieces, flat.starts, strict=True):
+                if piece.name == name and name in self.came and flat.away is not None:
+                    found = torch.empty(piece.part.numel(), dtype=piece.part.dtype)
+                    flat.away.read(found, at * found.element_size()).wait()
+                    return bool(found.any())
+        return False
 
     def forget(self) -> None:
         """The update is made, or will not be."""
         for flat in self.flats:
             flat.gradients = flat.sums = None
+            if flat.away is not None:
+                flat.away.free()
+                flat.away = None
         for piece in self.pieces.values():
             piece.part.grad = None
+        self.came.clear()
+        self.squares.clear()
+
+    # --- the update ---------------------------------------------------------------------------
+
+    def open(self) -> int:
+        """Have pieces, and the gradients that were put away, where the optimizer works. Gives the
+        bytes that this took."""
+        assert self.store is not None
+        self.store.finish()
+        return sum(flat.open(self.came) for flat in self.flats)
+
+    def close(self) -> None:
+        """The optimizer is through with them."""
+        for flat in self.flats:
+            if flat.home is not None:
+                flat.home.close()
+        self.forget()
 
     @property
     def gradient_bytes(self) -> int:
-        """Of what is there now: as a whole, or in part, or parameter by parameter."""
+        """Of what is on the device now: as a whole, or in part, or parameter by parameter."""
         total = 0
         for flat in self.flats:
             memory = flat.gradients if flat.gradients is not None else flat.sums
@@ -172,9 +266,17 @@ class _Flat:
             view.copy_(parameters[name].detach())
             parameters[name].data = view.data
         mine = shard.own(self.weights)
-        self.part = mine.clone() if shard.level == 3 else mine
+        self.home: Home | None = None
+        if shard.store is None:
+            self.part = mine.clone() if shard.level == 3 else mine
+        else:
+            self.home = Home(shard.store, mine if shard.level == 3 else self.weights)
+            self.part = self.home.memory
+            if shard.level < 3:
+                self.part = shard.own(self.part)
         self.gradients: Tensor | None = None
         self.sums: Tensor | None = None
+        self.away: Slot | None = None  # gradients of the own part
         self.pieces: list[Piece] = []
         self.starts: list[int] = []  # of each piece in the own part
         begin = shard.holders.index(shard.rank) * width
@@ -182,9 +284,13 @@ class _Flat:
             start, stop = (min(max(x - at, 0), shape.numel()) for x in (begin, begin + width))
             if start < stop:
                 here = at + start - begin
-                part = nn.Parameter(self.part[here : here + stop - start].data)
-                self.pieces.append(Piece(name, start, stop, part))
+                part = self.part[here : here + stop - start].data
+                if len(shard.holders) == 1:
+                    part = part.view(shape).data
+                self.pieces.append(Piece(name, start, stop, nn.Parameter(part)))
                 self.starts.append(here)
+        if self.home is not None:
+            self.home.leave()
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         # `.data`: versions of their own, although all share one memory.
@@ -197,4 +303,31 @@ class _Flat:
         return torch.zeros(len(self.weights), dtype=self.weights.dtype, device=self.weights.device)
 
     def room(self, cells: int) -> None:
-        self.weights.untyped_storage().resize_(cells * self.weights.element_size())
+        room(self.weights, cells)
+
+    def copy(self, name: str) -> Tensor:
+        assert self.home is not None
+        at, shape = self.at[name]
+        found = torch.empty(shape, dtype=self.weights.dtype)
+        self.home.read(found, at).wait()
+        return found
+
+    def open(self, came: set[str]) -> int:
+        assert self.home is not None
+        taken = self.home.open()
+        handles: list[Handle] = []
+        for piece, at in zip(self.pieces, self.starts, strict=True):
+            if piece.name not in came:
+                continue
+            assert self.away is not None
+            size = piece.part.numel()
+            if self.away.memory is not None:
+                gradient = self.away.memory.view(piece.part.dtype)[at : at + size]
+            else:
+                gradient = torch.empty(size, dtype=piece.part.dtype)
+                handles.append(self.away.read(gradient, at * gradient.element_size()))
+                taken += gradient.nbytes
+            piece.part.grad = gradient.view(piece.part.shape)
+        for handle in handles:
+            handle.wait()
+        return taken

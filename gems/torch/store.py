@@ -16,6 +16,7 @@ memory on some systems, and nothing would be saved.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections import defaultdict
@@ -26,12 +27,10 @@ from typing import Protocol
 import torch
 
 from gems.errors import GemsError
+from gems.transport.core import Done, Handle
 
 Tensor = torch.Tensor
-
-
-class Handle(Protocol):
-    def wait(self) -> None: ...
+EMPTY = memoryview(b"")
 
 
 class Slot(Protocol):
@@ -39,12 +38,17 @@ class Slot(Protocol):
 
     size: int
 
-    def write(self, tensor: Tensor) -> Handle:
-        """Take a tensor's bytes."""
+    @property
+    def memory(self) -> Tensor | None:
+        """Its bytes, where they are memory of the host."""
         ...
 
-    def read(self, into: Tensor) -> Handle:
-        """Give the bytes that were written last."""
+    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+        """Take a tensor's bytes, from byte `start` of the slot on."""
+        ...
+
+    def read(self, into: Tensor, start: int = 0) -> Handle:
+        """Give the bytes that were written last, from byte `start` on."""
         ...
 
     def free(self) -> None:
@@ -54,6 +58,10 @@ class Slot(Protocol):
 
 class Store(Protocol):
     def slot(self, size: int) -> Slot: ...
+
+    def finish(self) -> None:
+        """Wait until all that was asked for is done, and the host may look at it."""
+        ...
 
     def close(self) -> None: ...
 
@@ -74,9 +82,11 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
+def _view(memory: Tensor) -> memoryview:
+    """A host tensor's bytes, for as long as it lives. By `numpy()` its memory could never be given
+    back again."""
+    here = ctypes.c_char * len(memory)
+    return memoryview(here.from_address(memory.data_ptr())).cast("B") if len(memory) else EMPTY
 
 
 class _Copied:
@@ -108,7 +118,7 @@ class Host:
     def copy(self, into: Tensor, source: Tensor) -> Handle:
         if self.stream is None:
             into.copy_(source)
-            return _Done()
+            return Done()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
@@ -118,6 +128,10 @@ class Host:
             event.record(self.stream)
         return _Copied(event)
 
+    def finish(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
     def close(self) -> None:
         self.spare.clear()
 
@@ -126,11 +140,11 @@ class _HostSlot:
     def __init__(self, home: Host, memory: Tensor) -> None:
         self.home, self.memory, self.size = home, memory, memory.numel()
 
-    def write(self, tensor: Tensor) -> Handle:
-        return self.home.copy(self.memory, flat_bytes(tensor))
+    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+        return self.home.copy(self.memory[start : start + tensor.nbytes], flat_bytes(tensor))
 
-    def read(self, into: Tensor) -> Handle:
-        return self.home.copy(flat_bytes(into), self.memory)
+    def read(self, into: Tensor, start: int = 0) -> Handle:
+        return self.home.copy(flat_bytes(into), self.memory[start : start + into.nbytes])
 
     def free(self) -> None:
         self.home.used -= self.size
@@ -161,6 +175,9 @@ class Disk:
         self.used += size
         return _DiskSlot(self, at, size)
 
+    def finish(self) -> None:
+        self.worker.submit(lambda: None).result()
+
     def close(self) -> None:
         self.worker.shutdown(wait=True)
         self.file.close()
@@ -177,22 +194,23 @@ class _Written:
 class _DiskSlot:
     def __init__(self, home: Disk, at: int, size: int) -> None:
         self.home, self.at, self.size = home, at, size
+        self.memory = None
 
-    def write(self, tensor: Tensor) -> Handle:
+    def write(self, tensor: Tensor, start: int = 0) -> Handle:
         memory = flat_bytes(tensor)
-        return _Written(self.home.worker.submit(self._write, memory))
+        return _Written(self.home.worker.submit(self._write, memory, self.at + start))
 
-    def read(self, into: Tensor) -> Handle:
+    def read(self, into: Tensor, start: int = 0) -> Handle:
         memory = flat_bytes(into)
-        return _Written(self.home.worker.submit(self._read, memory))
+        return _Written(self.home.worker.submit(self._read, memory, self.at + start))
 
     def free(self) -> None:
         self.home.used -= self.size
         self.home.spare[self.size].append(self.at)
 
-    def _write(self, memory: Tensor) -> None:
-        left = memory.cpu().numpy().data
-        at = self.at
+    def _write(self, memory: Tensor, at: int) -> None:
+        here = memory.cpu()
+        left = _view(here)
         while left:
             try:
                 done = os.pwrite(self.home.file.fileno(), left, at)
@@ -203,9 +221,11 @@ class _DiskSlot:
                 ) from error
             left, at = left[done:], at + done
 
-    def _read(self, memory: Tensor) -> None:
-        here = memory if memory.device.type == "cpu" else torch.empty(self.size, dtype=torch.uint8)
-        left, at = here.numpy().data, self.at
+    def _read(self, memory: Tensor, at: int) -> None:
+        here = (
+            memory if memory.device.type == "cpu" else torch.empty(len(memory), dtype=torch.uint8)
+        )
+        left = _view(here)
         while left:
             done = os.preadv(self.home.file.fileno(), [left], at)
             if not done:

@@ -32,7 +32,7 @@ from gems.schedule.core import Kind, Schedule
 from gems.schedule.offload import BETWEEN
 from gems.schedule.passes import forward_only, lower, recompute
 from gems.simulation import simulate
-from gems.timeline import Timeline, merged
+from gems.timeline import Memory, Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.agree import together
 from gems.torch.batch import Batch, describe, split, tensors
@@ -45,12 +45,15 @@ from gems.torch.pieces import share_out
 from gems.torch.profile import measure
 from gems.torch.random import key
 from gems.torch.scale import LossScale
+from gems.torch.shard import Shard
 from gems.torch.spatial.team import CHANNEL
 from gems.torch.store import Store, store
 from gems.torch.trace import Trace, as_module, trace
+from gems.torch.update import REST, Updates
 from gems.torch.weight_files import write_weights
 from gems.torch.weights import (
     Initialize,
+    Unmade,
     keep_only,
     load_state,
     minders,
@@ -155,6 +158,7 @@ class Trainer:
         self.scale = LossScale() if precision == "fp16" else None
         self.optimizer = self._make_optimizer(optimizer)
         self.adapter.optimizer = self.optimizer
+        self.updates = self._make_updates()
         if scheduler is not None and self.optimizer is None:
             raise PlanError("a scheduler needs an optimizer; give the trainer one")
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -215,6 +219,7 @@ class Trainer:
                 f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
                 "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
             )
+        self._refuse_eager(plan)
         stage_of = stages(plan, traced.graph, blocks, self.memory)
         plan = written(plan, traced.graph, stage_of)
         self.plan = plan = fitted(plan, traced.graph, blocks, stage_of, self._limit())
@@ -235,15 +240,16 @@ class Trainer:
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
         refuse_unordered(self.model, traced, self.owned, self.unordered)
-        keep_only(
+        unmade = keep_only(
             self.model,
             self.owned.on(self.rank),
             self.first_name,
             self.device,
             self.seed,
             initialize,
+            later=self._put_away_names(),
         )
-        self._connect_engines()
+        self._connect_engines(unmade)
         self.endless = Run(self) if plan.schedule == ENDLESS else None
         self.adapter.remember(sample, traced)
         return f"{key(str(self.schedule), plan)}"
@@ -255,6 +261,15 @@ class Trainer:
                 f"offload='stash:{wanted}' puts away what waits for its backward while a rank does "
                 f"{BETWEEN} other things or more, and in this schedule nothing waits so long; use "
                 "more micro-batches, more stages on a rank, or leave it out"
+            )
+
+    def _refuse_eager(self, plan: Plan) -> None:
+        wants = {"clip": self.clip is not None, "precision='fp16'": self.precision == "fp16"}
+        if plan.updates == "eager" and any(wants.values()):
+            what = " and ".join(name for name, is_so in wants.items() if is_so)
+            raise PlanError(
+                f"updates='eager' updates a stage before the others have their gradients, and "
+                f"{what} must see all of them first; use updates='late', or leave it out"
             )
 
     def _check_options(self, sample: Any) -> None:
@@ -312,16 +327,25 @@ class Trainer:
         """What `memory` leaves for backward on the rank with most weights."""
         if self.memory is None:
             return None
-        if self.plan.zero:
+        zero, away = self.plan.zero, self.plan.away
+        if zero or away:
             shares = [
-                [share(self.costs[s], self.plan.zero, self.plan.sharers(s)) for s in on]
+                [share(self.costs[s], zero, self.plan.sharers(s), away=away) for s in on]
                 for on in self.plan.stages_on
             ]
             return self.memory - max(needed(mine, 2.0) for mine in shares)
         held = [sum(self.costs[s].weights for s in on) for on in self.plan.stages_on]
         return self.memory - 4 * max(held)
 
-    def _connect_engines(self) -> None:
+    def _put_away_names(self) -> set[str]:
+        """Of weights that this rank does not have but while a stage runs."""
+        if not self.plan.put_away("weights"):
+            return set()
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
+        return trained.intersection(name for names in alone for name in names)
+
+    def _connect_engines(self, unmade: Unmade) -> None:
         plan, transport = self.plan, self.transport
         rows = (self.schedule, forward_only(plan))
         links = {
@@ -351,9 +375,13 @@ class Trainer:
             transport=transport,
             leaves=self.leaves,
             stash=self._store("stash"),
+            unmade=unmade,
+            home=self._store("weights"),
         )
+        self.adapter.wants_norm = self.clip is not None or self.precision == "fp16"
         if plan.schedule != ENDLESS:
-            self.engine = Engine(plan, self.schedule, self.adapter, transport)
+            early = self._update_early
+            self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
 
     def _store(self, what: str) -> Store | None:
@@ -368,9 +396,9 @@ class Trainer:
 
         The optimizer's state is counted as it is now; it has none before the first step.
         """
-        here = self.adapter.standing()
+        state = self.adapter.size(self.adapter.state())
         trained = self.adapter.size(list(self._stepped().values()))
-        states = self.transport.gather(here.optimizer / trained if trained else 0.0)
+        states = self.transport.gather(state / trained if trained else 0.0)
         return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
@@ -378,9 +406,25 @@ class Trainer:
             return None
         mine = self.parameters() or [nn.Parameter(torch.zeros(0, device=self.device))]
         optimizer = make(mine)
-        if self.plan.zero:
-            share_out(optimizer, self.adapter.shards.values(), self.plan.zero)
+        share_out(optimizer, self.adapter.shards.values(), self.plan.zero)
         return optimizer
+
+    def _make_updates(self) -> Updates | None:
+        """Stage by stage, where something is put away or updates are eager."""
+        late = not self.plan.away and self.plan.updates == "late"
+        if self.optimizer is None or late:
+            return None
+        place = self.adapter.home
+        if place is None:
+            place = self._store("optimizer")
+            self.adapter.stores += [] if place is None else [place]
+        elif self.plan.put_away("weights") == "host":
+            place = None  # the state comes to be there by itself
+        stepped, stages = self._stepped(), self.plan.stages_on[self.rank]
+        parts = {s: [stepped[n] for n in self.owned.only(s) if n in stepped] for s in stages}
+        alone = {id(p) for mine in parts.values() for p in mine}
+        parts[REST] = [p for p in stepped.values() if id(p) not in alone]
+        return Updates(self.optimizer, parts, self.adapter.shards, place)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank has."""
@@ -414,6 +458,9 @@ class Trainer:
         # first call does not know their number, so the last one mends it.
         scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
         self._begin(batch, training=True, scale=scale, update=update)
+        self.factor = self.first / (self.window + batch.samples)  # for eager updates
+        if self.updates is not None:
+            self.updates.made.clear()
         self._local = self.engine.step(self.steps)
         self.adapter.settle_alone()
         self.window += batch.samples
@@ -498,17 +545,27 @@ class Trainer:
             if not p.grad.any():
                 p.grad = None
         for shard in self.adapter.shards.values():
-            doubted = [name for name in shard.parameters if name not in self.trained]
-            if not doubted:
-                continue
-            parts = [shard.pieces[n].part if n in shard.pieces else None for n in doubted]
-            grads = [None if part is None else part.grad for part in parts]
-            there = torch.tensor([float(g is not None and bool(g.any())) for g in grads])
-            self.transport.add_up(there, shard.holders).wait()
-            for part, one in zip(parts, there.tolist(), strict=True):
-                if part is not None and not one:
-                    part.grad = None
+            self._forget_untrained_in(shard, self.trained)
         self.trained.clear()
+
+    def _forget_untrained_in(self, shard: Shard, trained: set[str]) -> None:
+        doubted = [name for name in shard.parameters if name not in trained]
+        if not doubted:
+            return
+        parts = [shard.pieces[n].part if n in shard.pieces else None for n in doubted]
+        if shard.store is not None:
+            seen = [shard.has_gradient(name) for name in doubted]
+        else:
+            grads = [None if part is None else part.grad for part in parts]
+            seen = [g is not None and bool(g.any()) for g in grads]
+        there = torch.tensor(seen, dtype=torch.float32)
+        if shard.level:
+            self.transport.add_up(there, shard.holders).wait()
+        for name, part, one in zip(doubted, parts, there.tolist(), strict=True):
+            if not one:
+                shard.came.discard(name)
+                if part is not None:
+                    part.grad = None
 
     def _sum_tied(self) -> None:
         """Weights that several stages use: their gradients are summed like a replica's."""
@@ -525,12 +582,14 @@ class Trainer:
     def _square_norm(self) -> float:
         """Of the gradients that this rank is the first to have, so that each counts once."""
         total = 0.0
-        pieces = {n for shard in self.adapter.shards.values() for n in shard.pieces}
+        shards = self.adapter.shards.values()
+        pieces = {n for shard in shards if shard.level for n in shard.pieces}
+        counted = pieces | {n for n, ranks in self.owned.holders.items() if ranks[0] == self.rank}
         for name, p in self._stepped().items():
-            mine = name in pieces or self.owned.holders[name][0] == self.rank
-            if p.grad is not None and mine:
+            if p.grad is not None and name in counted:
                 total += float(p.grad.detach().double().square().sum())
-        return total
+        squares = [(n, square) for shard in shards for n, square in shard.squares.items()]
+        return total + sum(square for name, square in squares if name in counted)
 
     def _update(self, factor: float, norm: float) -> bool:
         """Take the optimizer's step on gradients times `factor`, clipped; `norm` is theirs then."""
@@ -543,14 +602,48 @@ class Trainer:
                 return False
         if self.clip is not None and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)
-        if factor != 1.0:
-            for p in self._stepped().values():
-                if p.grad is not None:
-                    p.grad.mul_(factor)
-        self.optimizer.step()
+        if self.updates is not None:
+            for stage in self.updates.left():
+                here = self.adapter.standing()
+                self._count_update(here, self.updates.step(stage, factor))
+        else:
+            if factor != 1.0:
+                for p in self._stepped().values():
+                    if p.grad is not None:
+                        p.grad.mul_(factor)
+            self.optimizer.step()
         self._forget_gradients()
         self._gather_updated()
         return True
+
+    def _update_early(self, stage: int) -> int:
+        """A stage's gradients are complete, and its update need not wait for the others'."""
+        assert self.updates is not None
+        if not self.adapter.update:  # more calls will add to these gradients
+            return 0
+        losses = [(i, float(loss)) for i, loss in self.adapter.losses]
+        for i, loss in losses:
+            if not math.isfinite(loss):
+                raise LossError(
+                    f"the loss of micro-batch {i} is {loss} in step {self.steps}; no update was "
+                    "made on this rank. Look at the data of this step, or lower the learning rate"
+                )
+        trained = self.trained | self.adapter.trained_by(self.adapter.used)
+        if (shard := self.adapter.shards.get(stage)) is not None:
+            self._forget_untrained_in(shard, trained)
+        else:
+            names = {id(p): name for name, p in self._named_parameters()}
+            for p in self.updates.parts[stage]:
+                if names[id(p)] not in trained and p.grad is not None and not p.grad.any():
+                    p.grad = None
+        return self.updates.step(stage, self.factor)
+
+    def _count_update(self, here: Memory, brought: int) -> None:
+        """What is brought back for a late update may be the most that a step has here."""
+        assert self._local is not None
+        here = replace(here, optimizer=here.optimizer + brought)
+        if here.total > self._local.peaks[0].total:
+            self._local = replace(self._local, peaks=(here,))
 
     def _forget_gradients(self) -> None:
         assert self.optimizer is not None
@@ -560,10 +653,17 @@ class Trainer:
 
     def _gather_updated(self) -> None:
         """Each holder has stepped its part of the weights; where all keep them, all get them."""
-        shards = [shard for shard in self.adapter.shards.values() if shard.whole]
-        pairs = [(memory, shard.holders) for shard in shards for memory in shard.gather()]
+        shards = [shard for shard in self.adapter.shards.values() if 0 < shard.level < 3]
+        pairs = [(m, shard.holders) for shard in shards if shard.whole for m in shard.memory]
         for handle in [self.transport.all_gather(*pair) for pair in pairs]:
             handle.wait()
+        for shard in (shard for shard in shards if not shard.whole):  # put away, one at a time
+            for handle in shard.gather():
+                handle.wait()
+            for memory in shard.memory:
+                self.transport.all_gather(memory, shard.holders).wait()
+            shard.keep()
+            shard.release()
 
     def _step_scheduler(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -132,7 +132,7 @@ class Turns:
         self.turn_to(self.summed % AT_ONCE)
         self.plain.unbucket(stage)
 
-    def gather(self, stage: int) -> list[Tensor]:
+    def gather(self, stage: int) -> tuple[list[Tensor], list[Handle]]:
         return self.plain.gather(stage)
 
     def drop(self, stage: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +71,18 @@ def keep_only(
     device: torch.device,
     seed: int,
     initialize: Initialize | None = None,
-) -> None:
+    later: Collection[str] = (),
+) -> Unmade:
     """Have just these weights on the device; the others become shapes without memory.
 
     Weights that were only shapes so far (a model built on the meta device) are made and
     initialised: by `initialize(module)` or by the module's own `reset_parameters`, from random
-    numbers that depend on the seed and the module's name alone.
+    numbers that depend on the seed and the module's name alone. Modules with weights that are
+    wanted `later` are left for later.
     """
     placed: dict[int, torch.Tensor] = {}
     fresh: dict[str, nn.Module] = {}
+    left: dict[str, Left] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for own in (module._parameters, module._buffers):
             for label, tensor in own.items():
@@ -87,13 +90,42 @@ def keep_only(
                     continue
                 name = first_name[f"{path}.{label}" if path else label]
                 if id(tensor) not in placed:
-                    if name in names and tensor.is_meta:
-                        fresh.setdefault(path, module)
                     target = device if name in names else torch.device("meta")
                     new = _moved(tensor, target)
                     placed[id(tensor)] = placed[id(new)] = new
+                    if name in names and tensor.is_meta:
+                        fresh.setdefault(path, module)
+                        if name in later:
+                            left.setdefault(path, {})[name] = (new, new.nbytes)
+                            new.untyped_storage().resize_(0)
                 own[label] = placed[id(tensor)]  # type: ignore[assignment]
-    _initialize(fresh, names, first_name, seed, initialize)
+    _refuse_unknown(fresh, initialize)
+    _initialize({path: m for path, m in fresh.items() if path not in left}, seed, initialize)
+    return Unmade({path: (fresh[path], left[path]) for path in left}, seed, initialize)
+
+
+Left = dict[str, tuple[torch.Tensor, int]]  # by name, and the bytes that it will have
+
+
+class Unmade:
+    """Modules whose weights have no memory yet."""
+
+    def __init__(
+        self, modules: dict[str, tuple[nn.Module, Left]], seed: int, initialize: Initialize | None
+    ) -> None:
+        self.modules, self.seed, self.initialize = modules, seed, initialize
+
+    def make(self, names: Collection[str] | None = None) -> None:
+        """Make and initialise the modules that have one of these weights, or all that are left."""
+        wanted = {
+            path: module
+            for path, (module, left) in self.modules.items()
+            if names is None or not left.keys().isdisjoint(names)
+        }
+        for path in wanted:
+            for tensor, size in self.modules.pop(path)[1].values():
+                tensor.untyped_storage().resize_(size)
+        _initialize(wanted, self.seed, self.initialize)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -105,13 +137,7 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(new, requires_grad=tensor.requires_grad)
 
 
-def _initialize(
-    fresh: dict[str, nn.Module],
-    names: set[str],
-    first_name: Mapping[str, str],
-    seed: int,
-    initialize: Initialize | None,
-) -> None:
+def _refuse_unknown(fresh: dict[str, nn.Module], initialize: Initialize | None) -> None:
     unknown = [path for path, m in fresh.items() if not initialize and not _own_reset(m)]
     if unknown:
         raise PlanError(
@@ -122,6 +148,9 @@ def _initialize(
                 (path or "the model itself" for path in unknown),
             )
         )
+
+
+def _initialize(fresh: dict[str, nn.Module], seed: int, initialize: Initialize | None) -> None:
     with _drawing:
         state = torch.get_rng_state()
         try:

@@ -1,0 +1,105 @@
+"""Take an optimizer's step stage by stage, where part of what it works on is put away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gems.errors import PlanError
+from gems.torch.shard import Shard
+from gems.torch.states import States
+from gems.torch.store import Store
+
+REST = -1  # in place of a stage: what several stages use
+
+
+class Updates:
+    """The updates of one rank: what each stage's parameters are, and which are made in this step.
+
+    `parts` are what the optimizer steps of each stage. Where weights are put away on the host the
+    optimizer's state comes to be there by itself, and there is no `store` for it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parts: Mapping[int, Sequence[nn.Parameter]],
+        shards: Mapping[int, Shard],
+        store: Store | None,
+    ) -> None:
+        _refuse(optimizer)
+        self.optimizer, self.parts = optimizer, parts
+        self.shards = shards
+        self.states = States(optimizer, store) if store is not None else None
+        self.made: set[int] = set()
+        self.put()
+
+    def left(self) -> list[int]:
+        """The stages that were not updated in this step, in one order everywhere."""
+        return [stage for stage in self.parts if stage not in self.made]
+
+    def step(self, stage: int, factor: float = 1.0) -> int:
+        """Update a stage with its gradients times `factor`. Gives the bytes that were brought back
+        from where they were put away, for as long as it took."""
+        self.made.add(stage)
+        shard, parts = self.shards.get(stage), self.parts[stage]
+        away = shard if shard is not None and shard.store is not None else None
+        if away is not None and not away.came:
+            return 0
+        brought = 0 if away is None else away.open()
+        stepped = [p for p in parts if p.grad is not None]
+        if self.states is not None:
+            self.states.fetch(stepped)
+        for p in stepped if factor != 1.0 else ():
+            assert p.grad is not None
+            p.grad.mul_(factor)
+        if stepped:
+            with only(self.optimizer, stepped):
+                self.optimizer.step()
+        for p in stepped:
+            p.grad = None
+        if self.states is not None:
+            brought += self.states.put(stepped)
+        if away is not None:
+            away.close()
+        elif shard is not None:
+            shard.forget()
+        return brought
+
+    def put(self) -> None:
+        """Put away what state the optimizer has already."""
+        for parts in self.parts.values() if self.states is not None else ():
+            assert self.states is not None
+            self.states.put(parts)
+
+
+@contextmanager
+def only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let an optimizer have no other parameters for a while."""
+    wanted = {id(p) for p in parameters}
+    before = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in wanted]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    """Torch's own treat each parameter by itself, but for one."""
+    kind = type(optimizer)
+    own = getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
+    said = getattr(optimizer, "by_parameter", False) or getattr(optimizer, "by_cell", False)
+    if not own and not said:
+        raise PlanError(
+            f"updates are made stage by stage, and {kind.__qualname__} may look at all parameters "
+            "together. Use one of torch.optim (not LBFGS), say of your own that it treats each "
+            f"parameter by itself ({kind.__qualname__}.by_parameter = True), or put away no more "
+            "than the stash, with updates='late'"
+        )
