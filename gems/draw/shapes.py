@@ -20,6 +20,7 @@ ACTIONS = {
     "D": ("drop of weights", "#8a94a0", "#8a94a0"),
     "S": ("store", "#8f6b1d", "#d8c08a"),
     "L": ("load", "#3d7f4f", "#a9d3b3"),
+    "U": ("update of weights", "#3d3a8c", "#3d3a8c"),
     ">": ("message", "#52606d", "#9aa5b1"),
 }
 MEMORY = {

@@ -9,7 +9,7 @@ from itertools import takewhile
 from gems.graph import Graph
 from gems.grid import square
 from gems.keep import Keep
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
@@ -24,11 +24,17 @@ class Choice:
     plan: Plan
 
 
-def choices(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
-    """Plans that take so many ranks and do so many micro-batches per step, over all copies."""
+def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") -> Iterator[Choice]:
+    """Plans that take so many ranks and do so many micro-batches per step, over all copies.
+
+    All of one schedule, or of all that train as one device does: 2BW must be asked for.
+    """
+    make = _endless if schedule == ENDLESS else _one_copy
     for copies in _divisors(ranks):
         if micro_batches % copies == 0:
-            for choice in _one_copy(graph, ranks // copies, micro_batches // copies):
+            for choice in make(graph, ranks // copies, micro_batches // copies):
+                if schedule and choice.plan.schedule != schedule:
+                    continue
                 if choice.plan.depth <= len(graph.blocks):
                     yield Choice(
                         choice.family + (", copies" if copies > 1 and ranks != copies else ""),
@@ -81,7 +87,7 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
     """The same with its state shared out over the ranks that hold a stage (ZeRO), as little as will
     do first. A copy on one rank is cut into stages, to have one of them whole at a time."""
     plan, family = choice.plan, f"{choice.family}, shared state"
-    if all(len(holders) == 1 for holders in plan.holders):
+    if plan.schedule == ENDLESS or all(len(holders) == 1 for holders in plan.holders):
         return
     for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
         yield Choice(family, replace(plan, zero=zero))
@@ -92,11 +98,18 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
 
 def _inputs(plan: Plan) -> Keep:
     """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
-    return (*("inputs",) * (plan.depth - 1), "all") if plan.schedule == "1f1b" else "inputs"
+    return (
+        (*("inputs",) * (plan.depth - 1), "all") if plan.schedule in ("1f1b", ENDLESS) else "inputs"
+    )
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _endless(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
+    if m >= ranks:
+        yield Choice("two versions", Plan(stages=ranks, micro_batches=m, schedule=ENDLESS))
 
 
 def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:

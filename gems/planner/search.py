@@ -15,8 +15,9 @@ from gems.planner.assign import stages, written
 from gems.planner.candidates import Choice, choices, recomputing, sharing, streaming
 from gems.planner.coarse import coarse, finer
 from gems.planner.room import fitted
+from gems.planner.two_buffers import step_seconds
 from gems.planner.underway import held, kept
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.price import price
 from gems.schedule.build import build
 from gems.schedule.greedy import least
@@ -33,7 +34,8 @@ FEW = 256  # blocks that are cut in any way a search may want
 class Wish:
     """What is asked for: so many ranks, bytes on each of them, micro-batches per step.
 
-    `state` is what the optimizer keeps, in units of the gradients.
+    `state` is what the optimizer keeps, in units of the gradients; `schedule` the only one wanted,
+    or any that trains as one device does.
     """
 
     ranks: int
@@ -41,6 +43,7 @@ class Wish:
     micro_batches: int
     objective: str = "time"
     state: float = 2.0
+    schedule: str = ""
 
     @classmethod
     def on(
@@ -185,7 +188,13 @@ def search(
                 found |= tried(more)
         return found
 
-    options = list(choices(graph, wish.ranks, wish.micro_batches))
+    options = list(choices(graph, wish.ranks, wish.micro_batches, wish.schedule))
+    if not options:
+        refused[wish.schedule or "any"] = (
+            f"{wish.micro_batches} micro-batches a step cannot be shared out over copies of it"
+            + ", each with one per stage or more" * (wish.schedule == ENDLESS)
+            + f"; ask for {wish.ranks}, or a multiple"
+        )
     large = tried(options)
     blocks = len(graph.blocks)
     if by_time:
@@ -196,7 +205,8 @@ def search(
         tried(shared)
         tried(less for choice in (*options, *shared) for less in recomputing(choice))
     if not (fitting and (by_time or enough)):
-        tried(streaming(graph, wish.ranks, wish.micro_batches))
+        parts = streaming(graph, wish.ranks, wish.micro_batches)
+        tried(c for c in parts if wish.schedule in ("", c.plan.schedule))
     return Found(
         wish,
         tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
@@ -226,7 +236,12 @@ def _bounded(
         except PlanError as error:
             refused.setdefault(choice.family, str(error))
             continue
-        seconds, sizes = least(plan.one_copy(), staged), _least_bytes(plan, staged, wish)
+        seconds = (
+            step_seconds(plan, staged, machine)
+            if plan.schedule == ENDLESS
+            else least(plan.one_copy(), staged)
+        )
+        sizes = _least_bytes(plan, staged, wish)
         predict = _Predict(choice.family, plan, staged, machine, wish)
         found.append((choice, Pruned(choice.family, plan, seconds, *sizes), predict))
     by_time = wish.objective == "time"
@@ -282,8 +297,10 @@ def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
 
 def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
     """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
+    on = tuple(on)
     shares = [share(staged[s], plan.zero, plan.sharers(s)) for s in on]
-    return needed(shares, wish.state)
+    twice = sum(staged[s].gradients for s in on) if plan.schedule == ENDLESS else 0.0
+    return needed(shares, wish.state) + twice
 
 
 def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
@@ -324,10 +341,11 @@ class _Predict:
         pairs = zip(timeline.peaks, workspace, strict=True)
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
         work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
+        endless = self.plan.schedule == ENDLESS
         return Candidate(
             self.family,
             self.plan,
-            timeline.seconds,
+            step_seconds(self.plan, self.staged, self.machine) if endless else timeline.seconds,
             fullest,
             round(extra),
             timeline.bubble,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -24,6 +24,7 @@ from torch import nn
 
 from gems.engine.endless import Endless
 from gems.errors import GemsError, LossError, PlanError, ShapeError, TraceError, faults
+from gems.timeline import Timeline
 from gems.torch.batch import Batch, describe, split
 from gems.torch.random import key
 from gems.torch.turns import Turns
@@ -127,7 +128,7 @@ class Run:
                 f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
             ) from error
         self.modes = self._modes()
-        self._carry_out(self.engine.step)
+        trainer._local = self._carry_out(self.engine.step)
         trainer.steps += 1
         self._tell()
         if self.wrong:
@@ -144,7 +145,7 @@ class Run:
             return None
         start = perf_counter()
         with self._as_begun():
-            self._carry_out(self.engine.rest)
+            self._carry_out(self.engine.rest)  # of which the timeline is part of no step
         for handle, _ in (word for words in self.words for word in words):
             handle.wait()
         self.words.clear()
@@ -184,10 +185,9 @@ class Run:
         self.turns.versions.resume(older)
         self.turns.restart()
 
-    def _carry_out(self, window: Any) -> None:
-        trainer = self.trainer
+    def _carry_out(self, window: Callable[[int, int], Timeline]) -> Timeline:
         try:
-            trainer._local = window(self.turns.begun - 1, trainer.steps)
+            return window(self.turns.begun - 1, self.trainer.steps)
         finally:
             self.turns.rest()
 
