@@ -17,15 +17,22 @@ from torch.nn.functional import cross_entropy
 
 from gems.costs import Cost, Costs, Edge, unit
 from gems.errors import GemsError, LossError, PlanError, ShapeError
+from gems.graph import Graph
 from gems.live import live
+from gems.machine import Device, Link, Machine
+from gems.planner.explain import chosen
+from gems.planner.search import Wish, search
+from gems.planner.two_buffers import step_seconds
 from gems.plans import BATCHES, Plan
 from gems.schedule.build import lowered
 from gems.schedule.check import check
 from gems.schedule.core import Action, Kind, Schedule, parse
 from gems.schedule.endless import AT_ONCE, windows
 from gems.schedule.passes import receipts
-from gems.simulation import simulate
+from gems.simulation import simulate, virtual
+from gems.timeline import Event, Timeline
 from gems.torch.adapter import OF_A_BATCH
+from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
@@ -617,3 +624,69 @@ def test_a_batch_has_all_that_begin_sets() -> None:
         assert new - {"optimizer"} == set(OF_A_BATCH)
 
     on_ranks(Plan(schedule="2bw", micro_batches=3), work)
+
+
+# --- the planner ----------------------------------------------------------------------------------
+
+LINK = Link(1e9, 0.0)
+MACHINE = Machine("even", Device("d", 1e12, 1e12, 10**9, 0.0, 1.0, 1.0), LINK, LINK)
+
+
+def chain(weight: int = 1) -> tuple[Graph, Costs]:
+    """Eight equal layers; each sends the next 1000 bytes."""
+    layers = [nn.Linear(250, 250) for _ in range(8)]
+    graph = trace(nn.Sequential(*layers), torch.empty(1, 250)).graph
+    size = weight * 250 * 251 * 4
+    cost = Cost(1e-3, 1e-3, 1e-3, stash=1000, weights=size, gradients=size)
+    return graph, Costs((cost,) * len(graph.blocks))
+
+
+def test_the_published_rule_of_a_steps_length() -> None:
+    plan = Plan(stages=2, micro_batches=4, data=2, schedule="2bw")
+    cost = Cost(1.0, 1.0, 1.0, gradients=1e9)
+    costs = Costs((cost, cost), (Edge(0, 1, 10**8, 10**8),))
+    # The second stage gets outputs, the first gradients: 0.1 s each.
+    assert step_seconds(plan, costs, MACHINE) == pytest.approx(4 * 3.1)
+    again = replace(plan, keep="inputs")
+    assert step_seconds(again, costs, MACHINE) == pytest.approx(4 * (4 / 3 * 3 + 0.1))
+    heavy = Costs((replace(cost, gradients=2e10), cost), costs.messages)
+    assert step_seconds(plan, heavy, MACHINE) == pytest.approx(20.0)  # 2 (N - 1) / N bytes / s
+
+
+def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
+    graph, costs = chain()
+    roomy = Wish(4, 1e9, 8, schedule="2bw")
+    found = search(graph, costs, MACHINE, roomy)
+    assert {c.plan.schedule for c in (*found.fitting, *found.rest)} == {"2bw"}
+    assert (found.best.plan.data, found.best.plan.depth) == (4, 1)  # sums travel beside the work
+    # Weights in two versions, gradients, Adam's state: all of the model does not fit, a half does.
+    size = costs[0].weights
+    half = search(graph, costs, MACHINE, replace(roomy, memory=5 * 4.5 * size))
+    assert (half.best.plan.data, half.best.plan.depth) == (2, 2)
+    tight = 5 * 2 * size + 11_000
+    quarter = search(graph, costs, MACHINE, replace(roomy, memory=tight)).best
+    assert quarter.plan.depth == 4 and "inputs" in quarter.plan.keeps
+    none = search(graph, costs, MACHINE, replace(roomy, micro_batches=3))
+    with pytest.raises(PlanError, match="3 micro-batches a step cannot be shared out"):
+        chosen(none)
+
+
+def test_the_planner_never_chooses_older_weights_by_itself() -> None:
+    graph, costs = chain()
+    found = search(graph, costs, MACHINE, Wish(2, 1e9, 4), prune=False)
+    assert "2bw" not in {c.plan.schedule for c in (*found.fitting, *found.rest)}
+
+
+def test_a_virtual_step_is_one_of_the_middle_of_a_run() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="2bw")
+    schedule = lowered(plan)
+    window = [windows(row, {}, plan).next[1] for row in schedule.ranks]
+    costs = {"F": 1.0, "B": 2.0}
+    events = tuple(
+        Event(rank, str(a), 0.0, 0.0, costs[a.kind.value])
+        for rank, part in enumerate(window)
+        for a in part.actions
+        if a.computes
+    )
+    found = virtual(Timeline(events), schedule, plan)
+    assert found.seconds == 6.0 and found.bubble == 0
