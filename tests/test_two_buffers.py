@@ -665,7 +665,7 @@ def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
     assert (half.best.plan.data, half.best.plan.depth) == (2, 2)
     tight = 5 * 2 * size + 11_000
     quarter = search(graph, costs, MACHINE, replace(roomy, memory=tight)).best
-    assert quarter.plan.depth == 4 and "inputs" in quarter.plan.keeps
+    assert quarter.plan.depth == 4 and set(quarter.plan.keeps) != {"all"}  # it computes again
     none = search(graph, costs, MACHINE, replace(roomy, micro_batches=3))
     with pytest.raises(PlanError, match="3 micro-batches a step cannot be shared out"):
         chosen(none)
