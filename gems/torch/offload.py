@@ -6,8 +6,9 @@
     L           slots                   ──► new memory               one piece for each slot
     backward    autograd asks the View  ──► a tensor of the same offset, shape and strides
 
-Weights are there anyway, and stay. Who else holds a tensor (a message on its way, the user's batch)
-has it for as long as that takes: then its memory goes a little later.
+Weights are there anyway, and stay: their views only look that they do not change. Who else holds a
+tensor (a message on its way, the user's batch) has it for as long as that takes: then its memory
+goes a little later.
 """
 
 from __future__ import annotations
@@ -32,19 +33,10 @@ class _Piece:
     def __init__(self, start: int, slot: Slot, device: torch.device) -> None:
         self.start, self.slot, self.device = start, slot, device
         self.memory: Tensor | None = None
-        self.away = True
 
     def fetch(self) -> Handle:
         self.memory = torch.empty(self.slot.size, dtype=torch.uint8, device=self.device)
         return self.slot.read(self.memory)
-
-    def free(self) -> None:
-        if self.away:
-            self.away = False
-            self.slot.free()
-
-    def __del__(self) -> None:
-        self.free()  # a step that failed
 
 
 class View:
@@ -96,22 +88,19 @@ class Bundle:
         self.weights, self.device = weights, device
         self.views: WeakSet[View] = WeakSet()  # autograd has them, and forgets them one by one
         self.moving: list[tuple[View, _Piece]] = []
+        self.pieces: list[_Piece] = []
 
     # --- what is kept -------------------------------------------------------------------------
 
     def keep(self, x: Tensor, version: int | None = None) -> View | Tensor:
-        """A view in place of the tensor, or the tensor itself if it stays."""
-        if not self._takes(x):
+        """A view in place of the tensor, of which memory is put away; or the tensor itself."""
+        plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        if not plain or not x.numel() or x.is_conj() or x.is_neg():
             return x
         view = View(x, version)
-        self.views.add(view)
+        if storage_of(x) not in self.weights and x.device.type == self.device.type:
+            self.views.add(view)
         return view
-
-    def _takes(self, x: Tensor) -> bool:
-        plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
-        if not plain or x.device.type != self.device.type or not x.numel():
-            return False
-        return storage_of(x) not in self.weights and not x.is_conj() and not x.is_neg()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -135,6 +124,7 @@ class Bundle:
             stop = max(view.stop for view in views)
             memory = _bytes(views[0], start, stop)
             piece = _Piece(start, store.slot(stop - start), memory.device)
+            self.pieces.append(piece)
             self.moving += [(view, piece) for view in views]
             handles.append(piece.slot.write(memory))
         return handles
@@ -147,16 +137,13 @@ class Bundle:
 
     def load(self) -> list[Handle]:
         """Make room again, and begin to read."""
-        return [piece.fetch() for piece in self._pieces()]
+        return [piece.fetch() for piece in self.pieces]
 
     def arrive(self) -> None:
         """It is read: the store's room is free."""
-        for piece in self._pieces():
-            piece.free()
-
-    def _pieces(self) -> list[_Piece]:
-        found = {id(view.piece): view.piece for view in self.views}
-        return [piece for piece in found.values() if piece is not None]
+        for piece in self.pieces:
+            piece.slot.free()
+        self.pieces.clear()  # autograd has what is left of them, and lets go of it as it goes
 
 
 def _bytes(view: View, start: int, stop: int) -> Tensor:
