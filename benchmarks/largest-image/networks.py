@@ -36,7 +36,7 @@ class Network:
 
     make: Callable[[], nn.Module]
     target: Callable[[int, int], Tensor]
-    multiple: int = 32  # of which sides are tried
+    multiple: int = 16  # of which sides are tried
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target)
@@ -99,7 +99,7 @@ class Encode(nn.Module):
 
 
 class Decode(nn.Module):
-    """The newest skip is used up. Sides are multiples of 32 here: nothing to pad or crop."""
+    """The newest skip is used up. Sides are multiples of 16 here: nothing to pad or crop."""
 
     def __init__(self, up: nn.Module, block: nn.Module) -> None:
         super().__init__()

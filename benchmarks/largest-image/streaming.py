@@ -20,7 +20,7 @@ from benchmarks.pipeline.livebytes import LiveBytes
 from . import plain
 from .networks import NETWORKS
 
-PART = 0.85  # of the cap that a tile by itself may take: features and their gradients are whole
+PART = 0.95  # of the cap that a tile by itself may take: features and their gradients are whole
 
 
 class Refused(Exception):
@@ -33,7 +33,7 @@ def trained_or_words(name: str, images: int, side: int, cap: float) -> tuple[int
         tile = min(tile_side(name, cap), side)
         return trained(name, images, side, tile), f"tiles of {tile}"
     except ImportError:
-        return "not installed: pip install --no-deps lightstream"
+        return "not installed; the README says how"
     except Refused as words:
         return str(words)
 
@@ -59,6 +59,8 @@ def trained(name: str, images: int, side: int, tile: int) -> int:
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """What is streamed, and what sees its output whole."""
+    if any(isinstance(m, nn.BatchNorm2d) and m.training for m in model.modules()):
+        raise Refused("its norms are in evaluation mode always; see the frozen network")
     if isinstance(model, nn.Sequential):
         return model[:-1], model[-1]
     return model, nn.Identity()
@@ -84,9 +86,9 @@ def constructed(body: nn.Module, tile: int) -> Any:
         raise Refused(f"tile {tile}: {type(error).__name__}: {words}") from error
     finally:
         torch.set_grad_enabled(True)
-    lost = made.tile_output_lost
-    if lost.top + lost.bottom >= made._tile_output_shape[2]:
-        raise Refused(f"tile {tile}: its borders leave nothing that is right")
+    lost, stride = made.tile_gradient_lost, int(made.output_stride[1])
+    if (right := tile - lost.top - lost.bottom) < stride:
+        raise Refused(f"tile {tile}: of its {tile} rows, {right} have the right gradient")
     return made
 
 
@@ -96,4 +98,4 @@ def tile_side(name: str, cap: float) -> int:
     one, other = (plain.trained(name, 1, side, False) for side in (64, 128))
     per_cell = (other - one) / (128**2 - 64**2)
     left = PART * cap - (one - per_cell * 64**2)
-    return max(int(sqrt(max(left, 0) / per_cell)) // 32 * 32, 32)
+    return max(int(sqrt(max(left, 0) / per_cell)) // 16 * 16, 16)

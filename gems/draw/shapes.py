@@ -72,6 +72,12 @@ def steps(points: list[tuple[float, float]], stroke: str) -> str:
     return f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="1.4"/>'
 
 
+def dot(x: float, y: float, radius: float, fill: str, tip: str, more: str = "") -> str:
+    """A disc that says what it is when pointed at."""
+    drawn = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"'
+    return f"{drawn}{' ' + more if more else ''}><title>{escape(tip)}</title></circle>"
+
+
 def area(points: list[tuple[float, float]], fill: str, tip: str) -> str:
     path = "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points) + "Z"
     return f'<path d="{path}" fill="{fill}"><title>{escape(tip)}</title></path>'
