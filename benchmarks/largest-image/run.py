@@ -52,9 +52,9 @@ class Bench:
             return known[side]
 
         multiple = NETWORKS[network].multiple
-        found = largest(
-            tried, cap, multiple, longest=self.longest, stride=1.5 if WAYS[way].by_cap else 4.0
-        )
+        square = not WAYS[way].by_cap
+        start = 128 if square else self.so_far(network, ranks, cap)
+        found = largest(tried, cap, multiple, start=start, longest=self.longest, square=square)
         note = found.trial.note if found.trial else (found.first.note if found.first else "")
         if found.first and found.trial and found.first.note != found.trial.note:
             why = found.first.note or f"takes {size(found.first.peak or 0)}"
@@ -63,6 +63,12 @@ class Bench:
         row = Row(case, found.side, peak, seconds, found.stopped, note.strip("; "))
         self.results.add_row(row)
         return row
+
+    def so_far(self, network: str, ranks: int, cap: int) -> int:
+        """The largest side of any way on no more ranks: where to begin."""
+        cases = [(r.side, r.case) for r in self.results.rows()]
+        mine = [s for s, c in cases if (c.network, c.cap) == (network, cap) and c.ranks <= ranks]
+        return max(mine, default=0) or 128
 
     def trial(self, case: Case, side: int, cap: int) -> Trial:
         """One step, or what went wrong."""

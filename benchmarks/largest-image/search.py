@@ -43,13 +43,13 @@ def largest(
     *,
     start: int = 128,
     longest: float = 240.0,
-    stride: float = 4.0,
+    square: bool = True,
 ) -> Largest:
     """Try sides, each a `multiple`, until one fits and the next does not.
 
-    From two trials the next guess is where the cap is reached if bytes are a + b side²; it is at
-    most `stride` times the largest side so far. A step should take no more than `longest` seconds,
-    by those of the last that fits.
+    If bytes are a + b side² (`square`), the next guess is where two trials say that the cap is
+    reached. Otherwise it is a quarter more, and half-way once a side has failed. A step should take
+    no more than `longest` seconds, by those of the last that fits.
     """
     low: Trial | None = None
     high: Trial | None = None
@@ -65,11 +65,11 @@ def largest(
         floor, ceiling = low.side if low else 0, high.side if high else None
         if ceiling is not None and ceiling - floor <= multiple:
             return Largest(low, high)
-        guess = _guess(seen, cap, floor, ceiling)
+        guess = _reached(seen, cap) if square else None
+        if guess is None:
+            guess = (floor + ceiling) / 2 if ceiling is not None else 1.25 * floor
         if ceiling is not None:
             guess = min(guess, ceiling - multiple)
-        elif low:
-            guess = min(guess, stride * low.side)
         side = max(int(guess) // multiple * multiple, floor + multiple)
         if low and low.seconds * (side / low.side) ** 2 > longest:
             side = int(low.side * sqrt(longest / low.seconds)) // multiple * multiple
@@ -77,16 +77,14 @@ def largest(
                 return Largest(low, high, stopped=True)
 
 
-def _guess(seen: list[Trial], cap: float, floor: int, ceiling: int | None) -> float:
-    """Where bytes reach the cap, by the two trials nearest to it that were counted."""
+def _reached(seen: list[Trial], cap: float) -> float | None:
+    """The side at which bytes reach the cap, by the two trials nearest to it that were counted."""
     counted = [(t.side**2, t.peak) for t in seen if t.peak is not None]
     counted.sort(key=lambda pair: abs(pair[1] - cap))
-    if len(counted) > 1 and counted[0][0] != counted[1][0]:
-        (x, y), (u, v) = counted[:2]
+    if not counted:
+        return None
+    (x, y), slope = counted[0], counted[0][1] / counted[0][0]
+    if len(counted) > 1:
+        u, v = counted[1]
         slope = (y - v) / (x - u)
-        if slope > 0:
-            return sqrt(max(x + (cap - y) / slope, 0))
-    if counted and (ceiling is None or seen[-1].peak is not None):
-        x, y = counted[0]
-        return sqrt(x * cap / y)
-    return (floor + ceiling) / 2 if ceiling is not None else 2.0 * floor
+    return sqrt(max(x + (cap - y) / slope, 0)) if slope > 0 else None
