@@ -70,7 +70,7 @@ def a_plan(r: Random, streams: bool) -> Plan:
     what = r.sample(WHAT, r.randint(1, len(WHAT)))
     return Plan(
         stages=stages,
-        micro_batches=r.choice((1, 2, 2, 4)),
+        micro_batches=r.choice((1, 2, 4, 4)),
         schedule=schedule,
         data=r.choice((1, 1, 2)),
         ranks=some(r, 0.3, 1, 0),
@@ -84,7 +84,8 @@ def a_plan(r: Random, streams: bool) -> Plan:
         keep=some(r, 0.3, tuple(r.choice(keeps) for _ in range(stages)), r.choice(keeps)),
         stream=some(r, 0.5, (r.choice(((2, 2), (3, 1))),), ()) if streams else (),
         zero=some(r, 0.5, r.randint(1, 3), 0),
-        offload=some(r, 0.5, [f"{w}:{r.choice(WHERE)}" for w in what], ()),
+        offload=some(r, 0.6, [f"{w}:{r.choice(WHERE)}" for w in what], ()),
+        updates=some(r, 0.2, "eager", "late"),
     )
 
 

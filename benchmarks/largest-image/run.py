@@ -77,7 +77,7 @@ class Bench:
             self.ranks = Ranks(case.ranks, timeout=1.5 * self.longest)
         start = time.monotonic()
         try:
-            images = IMAGES[case.ranks]
+            images = WAYS[case.way].images or IMAGES[case.ranks]
             peak, note = WAYS[case.way].run(self.ranks, case.network, images, side, cap)
         except Cannot as words:
             peak, note = None, str(words)

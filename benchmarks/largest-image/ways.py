@@ -30,11 +30,12 @@ class Cannot(Exception):
 @dataclass(frozen=True)
 class Way:
     """`ranks` are the numbers of them that it is tried on; `by_cap`, whether the cap changes what
-    it does."""
+    it does; `images` of a step, if not as many as the others take."""
 
     run: Run
     ranks: tuple[int, ...]
     by_cap: bool = False
+    images: int = 0
 
 
 def _plain(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
@@ -87,6 +88,7 @@ WAYS = {
     "PyTorch, checkpointed": Way(_checkpointed, (1,)),
     "lightstream": Way(_lightstream, (1,), by_cap=True),
     "torch.distributed.pipelining, checkpointed": Way(_pipelining, (2, 4)),
+    "torch.distributed.pipelining, checkpointed, one image": Way(_pipelining, (2, 4), images=1),
     "published GEMS, by our engine": Way(
         lambda ranks, name, images, side, cap: _published(
             ours.published, ranks, name, images, side

@@ -81,8 +81,8 @@ CHARTS = {
                     stages=4, schedule="gpipe", micro_batches=M, keep="except-last"
                 ),
                 "1f1b, inputs": Plan(stages=4, micro_batches=M, keep=LAST),
+                "1f1b, auto, 2/5": Plan(stages=4, micro_batches=M, keep="auto"),
                 "1f1b, auto, 1/5": Plan(stages=4, micro_batches=M, keep="auto"),
-                "1f1b, auto, 1/10": Plan(stages=4, micro_batches=M, keep="auto"),
             },
             "both ways": {
                 "gems": Plan(stages=4, schedule="gems", micro_batches=M),
@@ -102,15 +102,15 @@ CHARTS = {
             },
             "tiles": {
                 "tiles 2x2": Plan(schedule="sequential", spatial=((2, 2),), micro_batches=M),
-                "tiles 2x2, auto, 1/20": Plan(
+                "tiles 2x2, auto, 1/8": Plan(
                     schedule="sequential", spatial=((2, 2),), micro_batches=M, keep="auto"
                 ),
             },
         },
         memory={
+            "1f1b, auto, 2/5": 2 / 5,
             "1f1b, auto, 1/5": 1 / 5,
-            "1f1b, auto, 1/10": 1 / 10,
-            "tiles 2x2, auto, 1/20": 1 / 20,
+            "tiles 2x2, auto, 1/8": 1 / 8,
         },
     ),
 }

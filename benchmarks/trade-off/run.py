@@ -52,7 +52,8 @@ def points(key: str, side: int, turns: int, only: str) -> tuple[list[Found], dic
     ranks = Ranks(chart.ranks)
     room: dict[str, float | None] = {}
     try:
-        for name in [n for n in chart.plans if only in n or not said]:
+        first, *others = chart.plans
+        for name in [first, *(n for n in others if only in n)]:
             whole = next(iter(said.values()))[1] if said else 0
             room[name] = chart.memory[name] * whole if name in chart.memory else None
             try:
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--charts", nargs="+", default=list(CHARTS), choices=list(CHARTS))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--side", type=int, default=0, help="instead of the charts' own")
-    parser.add_argument("--only", default="", help="points whose name has this in it")
+    parser.add_argument("--only", default="", help="the first, and those whose name has this in it")
     parser.add_argument("--out", type=Path, default=HERE)
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -17,7 +17,7 @@ from gems.draw.shapes import BOLD, INK, PAPER, SOFT, STAGES, dot, legend, line, 
 
 Place = Callable[[float, float], tuple[float, float]]
 
-WIDTH, LEFT, TOP, BOTTOM, CHART = 940.0, 64.0, 66.0, 48.0, 560.0
+WIDTH, LEFT, TOP, BOTTOM, CHART = 940.0, 64.0, 76.0, 48.0, 560.0
 ROW, LEAST = 16.0, 320.0  # of the list, and of the chart
 
 
@@ -63,8 +63,9 @@ def scatter(title: str, points: Sequence[Point], across: str, up: str) -> str:
     body += _axes(columns, rows, place, across, up, floor)
     best = front(points)
     body.append(_stairs([place(p.x, p.y) for p in best]))
-    for number, point in enumerate(points, 1):
-        body += _drawn(point, number, colours[point.family], place)
+    for point in points:
+        body += _drawn(point, colours[point.family], place)
+    body += _numbers([place(p.x, p.y) for p in points])
     body += _listed(points, best, colours)
     return page(WIDTH, height, title, body)
 
@@ -93,7 +94,7 @@ def _stairs(spots: list[tuple[float, float]]) -> str:
     return steps(path, SOFT)
 
 
-def _drawn(point: Point, number: int, colour: str, place: Place) -> list[str]:
+def _drawn(point: Point, colour: str, place: Place) -> list[str]:
     x, y = place(point.x, point.y)
     drawn = []
     if point.said:
@@ -102,7 +103,22 @@ def _drawn(point: Point, number: int, colour: str, place: Place) -> list[str]:
         tip = f"{point.name}, predicted: {point.said[0]:.4g}, {point.said[1]:.4g}"
         drawn.append(dot(u, v, 4, PAPER, tip, f'stroke="{colour}"'))
     drawn.append(dot(x, y, 5, colour, f"{point.name}: {point.x:.4g}, {point.y:.4g}"))
-    drawn.append(words(x + 7, y - 5, str(number), 10, INK))
+    return drawn
+
+
+def _numbers(spots: list[tuple[float, float]]) -> list[str]:
+    """Each at the corner of its disc that is furthest from other discs and the numbers so far."""
+    drawn, taken = [], [(x, y) for x, y in spots]
+    for number, (x, y) in enumerate(spots, 1):
+        corners = [(x + dx, y + dy) for dx in (10, -10) for dy in (-9, 9)]
+        others = [spot for spot in taken if spot != (x, y)]
+
+        def room(corner: tuple[float, float], others=others) -> float:
+            return min((abs(corner[0] - u) + abs(corner[1] - v) for u, v in others), default=99.0)
+
+        u, v = max(corners, key=lambda corner: min(room(corner), 24.0))
+        taken.append((u, v))
+        drawn.append(words(u, v + 3.5, str(number), 10, INK, "middle"))
     return drawn
 
 
