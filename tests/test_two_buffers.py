@@ -158,6 +158,32 @@ def test_a_flush_changes_nothing_but_when_things_are_done() -> None:
         same_state(state, expected[1])
 
 
+def test_a_stage_may_stream() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3)]
+    model, data = nn.Sequential(*layers).double(), batches((6, 2, 6, 6), 3, 4, torch.float64)
+    plan = Plan(stages=2, micro_batches=3, stream=("2x2",), schedule="2bw")
+    expected = by_equation(model, data, 3, MAKERS["adam"])
+    losses, state = trained(plan, model, data, MAKERS["adam"])
+    assert losses == pytest.approx(expected[0], rel=1e-10)
+    same_state(state, expected[1])
+
+
+def test_a_batch_that_the_model_does_not_take_leaves_the_one_before_alone() -> None:
+    wrong = (torch.zeros(6, 2, 9, 9, dtype=torch.float64), DATA[0][1])
+
+    def work(trainer: Trainer) -> Any:
+        trainer.step(*DATA[0])
+        with pytest.raises(ShapeError, match="the model does not take inputs"):
+            trainer.step(*wrong)
+        trainer.step(*DATA[1])
+        return trainer.state_dict()
+
+    _, expected = by_equation(network(), DATA[:2], 3, MAKERS["momentum"])
+    for state in on_ranks(THREE, work):
+        same_state(state, expected)
+
+
 def test_batches_may_have_other_sizes() -> None:
     data = batches((12, 2, 6, 6), 3, 5, torch.float64)
     data[1:3] = batches((4, 2, 6, 6), 3, 1, torch.float64) + batches(

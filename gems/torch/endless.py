@@ -58,7 +58,8 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.transport = trainer, trainer.transport
-        self.refuse()
+        if trainer.trains:
+            self.refuse()
         self.turns = Turns(trainer.adapter, trainer.plan)
         self.engine = Endless(
             trainer.plan, trainer.schedule, self.turns, trainer.transport, self._update
