@@ -176,10 +176,9 @@ def test_a_batch_that_the_model_does_not_take_leaves_the_one_before_alone() -> N
         trainer.step(*DATA[0])
         with pytest.raises(ShapeError, match="the model does not take inputs"):
             trainer.step(*wrong)
-        trainer.step(*DATA[1])
         return trainer.state_dict()
 
-    _, expected = by_equation(network(), DATA[:2], 3, MAKERS["momentum"])
+    _, expected = by_equation(network(), DATA[:1], 3, MAKERS["momentum"])
     for state in on_ranks(THREE, work):
         same_state(state, expected)
 
