@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from gems.cli.main import main
 from gems.costs import Cost, Costs, Edge, unit
 from gems.errors import GemsError, LossError, PlanError, ShapeError
 from gems.graph import Graph
@@ -36,6 +37,7 @@ from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
+from tests import runs
 from tests.exact import Recordings, batches, micro_batches, part, same_state
 from tests.worlds import spawn
 
@@ -715,3 +717,29 @@ def test_a_virtual_step_is_one_of_the_middle_of_a_run() -> None:
     )
     found = virtual(Timeline(events), schedule, plan)
     assert found.seconds == 6.0 and found.bubble == 0
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_gems_train_notes_each_loss_at_its_step_and_resumes(tmp_path: Path) -> None:
+    """Nine samples, three of them a step, so that epochs and checkpoints end with a flush."""
+    options = ("--schedule", "2bw", "--parts", 3, "--num-epochs", 2, "--save")
+    options += ("--no-enable-evaluation",)
+    whole = runs.trained(tmp_path / "whole", *options)
+    assert whole.of("step") == [1, 2, 3, 4, 5, 6]
+    assert all(map(math.isfinite, whole.losses))
+    first = runs.trained(tmp_path / "parts", *options, "--steps", 2)
+    assert first.losses == whole.losses[:2]
+    again = runs.trained(tmp_path / "parts", *options, "--resume")
+    assert again.of("step") == [1, 2, 3, 4, 5, 6] and again.losses == whole.losses
+    assert {"timeline.json", "schedule.svg", "virtual.svg", "report.html"} <= whole.files
+
+
+def test_gems_plan_chooses_among_plans_of_one_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "tests.tiny:net", "--image-size", "8", "--num-classes", "2"]
+    assert main(["plan", *model, "--auto", "2", "--schedule", "2bw"]) == 0
+    shown = capsys.readouterr().out
+    assert "two versions" in shown and "pipeline" not in shown
+    assert main(["plan", *model, "--auto", "2", "--schedule", "gpipe"]) == 0
+    assert "1f1b" not in capsys.readouterr().out
