@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gems.cli.main import main
-from gems.costs import Cost, Costs, Edge, unit
+from gems.costs import Cost, Costs, Edge, together, unit
 from gems.errors import GemsError, LossError, PlanError, ShapeError
 from gems.graph import Graph
 from gems.live import live
@@ -693,6 +693,11 @@ def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
     tight = 5 * 2 * size + 11_000
     quarter = search(graph, costs, MACHINE, replace(roomy, memory=tight)).best
     assert quarter.plan.depth == 4 and set(quarter.plan.keeps) != {"all"}  # it computes again
+    # A slow link: sums of four copies take longer than the forward that they run beside.
+    slow = replace(MACHINE, link=Link(1e8, 0.0))
+    deep = search(graph, costs, slow, roomy)
+    wide = next(c for c in deep.fitting if c.plan.depth == 1)
+    assert wide.seconds > step_seconds(wide.plan, Costs((together(costs.items),)), slow)
     none = search(graph, costs, MACHINE, replace(roomy, micro_batches=3))
     with pytest.raises(PlanError, match="3 micro-batches a step cannot be shared out"):
         chosen(none)
