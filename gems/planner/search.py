@@ -356,11 +356,13 @@ class _Predict:
         pairs = zip(timeline.peaks, workspace, strict=True)
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
         work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
-        endless = self.plan.schedule == ENDLESS
+        length = timeline.seconds
+        if self.plan.schedule == ENDLESS:
+            length = max(length, step_seconds(self.plan, self.staged, self.machine))
         return Candidate(
             self.family,
             self.plan,
-            step_seconds(self.plan, self.staged, self.machine) if endless else timeline.seconds,
+            length,
             fullest,
             round(extra),
             timeline.bubble,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,6 +155,7 @@ class Trainer:
         self.offload_folder = offload_folder
         self.stores: list[Store] = []
         self._local: Timeline | None = None
+        self.trains = optimizer is not None
         self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
         self.scale = LossScale() if precision == "fp16" else None
         self.optimizer = self._make_optimizer(optimizer)
@@ -777,7 +779,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
-        if self.endless is not None and not self.endless.engine.failed and not self.closed:
+        going = self.endless is not None and not self.endless.engine.failed and not self.closed
+        if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True
         for away in self.stores:
