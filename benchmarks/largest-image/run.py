@@ -53,7 +53,8 @@ class Bench:
 
         multiple = NETWORKS[network].multiple
         square = not WAYS[way].by_cap
-        start = 128 if square else self.so_far(network, ranks, cap)
+        fitting = [side for side, trial in known.items() if trial.fits(cap)]
+        start = max([128 if square else self.so_far(network, ranks, cap), *fitting])
         found = largest(tried, cap, multiple, start=start, longest=self.longest, square=square)
         note = found.trial.note if found.trial else (found.first.note if found.first else "")
         if found.first and found.trial and found.first.note != found.trial.note:
