@@ -60,7 +60,8 @@ class Bench:
             tried, cap, multiple, start=start, longest=self.longest, square=square,
             known=known.values(),
         )  # fmt: skip
-        note = found.trial.note if found.trial else (found.first.note if found.first else "")
+        tries = self.results.trials(shared)
+        note = found.trial.note if found.trial else tries[max(tries)].note
         if found.first and found.trial and found.first.note != found.trial.note:
             why = found.first.note or f"takes {size(found.first.peak or 0)}"
             note += f"; {found.first.side}: {why}"
