@@ -60,9 +60,6 @@ WHOLE = {
         offload="stash",
         keep=("all", "inputs", BLOCKS, "all"),
     ),
-    "zero 3, away": Plan(
-        stages=4, ranks=2, schedule="interleaved", micro_batches=4, data=2, zero=3, offload="stash"
-    ),
 }
 CUT = {
     "rows": Plan(spatial=(2, 1)),

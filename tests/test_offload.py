@@ -283,7 +283,8 @@ def over_gloo(transport: Transport, plans: list[Plan]) -> list[Outcome]:
 
 def test_gloo_processes_come_to_the_plain_model() -> None:
     split = replace(TEAMS["split"], stages=3, balance=(3, 5, 5), micro_batches=5, ranks=3)
-    plans = [replace(TEAMS["tiles"], spatial="1x2", ranks=3), split]
+    tiles = replace(TEAMS["tiles"], spatial="1x2", ranks=3, keep=(("4",), "all"))
+    plans = [tiles, split]
     expected = plainly(classifier(), labelled(5, 1), 5)
     for outcomes in zip(*spawn(3, over_gloo, plans), strict=True):
         assert_equal(join(list(outcomes)), expected)

@@ -140,6 +140,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
     ("--data 2 --zero 2", {"zero": 2}),
     ("--offload stash:disk", {"offload": ("stash:disk",)}),
+    ("--spatial 2x1 --keep inputs --share-inputs", {"share_inputs": True}),
 ]
 SHOWN |= {
     word: "test_the_plan_is_the_one_that_was_asked_for"

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from gems.torch.junction import Passage, buffers, pack, unpack
 from gems.torch.meter import storage_of
 from gems.torch.norms import Statistics, unrecorded
 from gems.torch.offload import Bundle, View, opened
+from gems.torch.parts import Form, part_of
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, as_it_was, snapshot, touched
@@ -63,6 +64,7 @@ class Kept:
     page: list[Entry] | None  # weight gradients put off
     received: dict[str, Tensor | View]  # what there is until the stage is recomputed
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
+    forms: dict[str, Form] = field(default_factory=dict)  # of those that are here in parts
     bundle: Bundle | None = None  # what of all this is put away until backward
 
 
@@ -276,6 +278,7 @@ class TorchAdapter:
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
                 (self.again, run_of) if run_of else None,
+                bound if bound is not None and self.plan.share_inputs else None,
             )
             recomputed = run_of or any(
                 c.region is not None or c.norms not in ((), (c.module,)) for c in calls
@@ -305,9 +308,11 @@ class TorchAdapter:
             kept.bundle = Bundle(self.weight_storages, self.device)
         later = self.training and self.plan.recomputes(stage, i)
         if later:
-            kept.received = {name: _held(x, kept.bundle) for name, x in received.items()}
+            bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+            self.stash_bytes[stage, i] = 0
+            for name, x in received.items():
+                self._hold(stage, i, kept, name, x, bound)
             kept.before = snapshot(touched(cut.calls(stage), self.model))
-            self.stash_bytes[stage, i] = self.size(list(received.values()))
         with ExitStack() as stack:
             if stage in self.statistics:
                 stack.enter_context(self.statistics[stage].during(self.position[i]))
@@ -320,12 +325,26 @@ class TorchAdapter:
                 self.losses.append((i, kept.loss.detach()))
         return {name: tensor.detach() for name, tensor in results.items()}
 
+    def _hold(
+        self, stage: int, i: int, kept: Kept, name: str, x: Tensor, bound: Bound | None
+    ) -> None:
+        """Keep what a stage received until it runs again: all of it, or a part if others of the
+        team have the rest."""
+        if bound is not None and self.plan.share_inputs and bound.box(name) is None:
+            kept.forms[name], x = part_of(x, bound.team)
+        self.stash_bytes[stage, i] += self.size([x])
+        kept.received[name] = x if kept.bundle is None else kept.bundle.keep(x, x._version)
+
     def recompute(self, stage: int, micro_batch: int) -> None:
         """The forward once more, which kept nothing; its statistics were taken the first time."""
         i, cut = micro_batch, self.of[micro_batch]
         kept = self.kept[stage, i]
+        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
         received = {name: opened(x) for name, x in kept.received.items()}
-        kept.received, kept.bundle = {}, None
+        for name, form in kept.forms.items():  # in one order on all ranks of a team
+            assert bound is not None
+            received[name] = form.gathered(received[name], bound.team)
+        kept.received, kept.forms, kept.bundle = {}, {}, None
         norms = [module for module, _ in self._norms(stage, cut)]
         buffers = touched(cut.calls(stage), self.model)
         with unrecorded(norms), as_it_was(buffers, kept.before):
@@ -704,8 +723,3 @@ class TorchAdapter:
         stamp.synchronize()
         passed = self.first_stamp.elapsed_time(stamp) / 1e3
         return passed, passed
-
-
-def _held(x: Tensor, bundle: Bundle | None) -> Tensor | View:
-    """What a stage received, as it is kept until it runs again."""
-    return x if bundle is None else bundle.keep(x, x._version)

@@ -254,7 +254,17 @@ class Trainer:
         self._connect_engines(unmade)
         self.endless = Run(self) if plan.schedule == ENDLESS else None
         self.adapter.remember(sample, traced)
+        self._refuse_nothing_shared()
         return f"{key(str(self.schedule), plan)}"
+
+    def _refuse_nothing_shared(self) -> None:
+        (cut,) = self.adapter.cuts.values()
+        if self.plan.share_inputs and not cut.shared():
+            raise PlanError(
+                "share_inputs divides what every rank of a team keeps as a whole, but all that the "
+                "cut stages keep to compute from it again is cut already, like the image; leave it "
+                "out"
+            )
 
     def _refuse_nothing_away(self) -> None:
         wanted = self.plan.put_away("stash")
