@@ -711,7 +711,12 @@ class Trainer:
         self.flush()
         with self.adapter.whole_weights():
             return whole_state(
-                self.model, self.owned, self.first_name, self.minders, self.transport
+                self.model,
+                self.owned,
+                self.first_name,
+                self.minders,
+                self.transport,
+                self.adapter.copy,
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -719,7 +724,8 @@ class Trainer:
         from a file."""
         self.flush()
         with self.adapter.whole_weights(fetched=False):
-            load_state(self.model, state, self.owned.on(self.rank), self.first_name)
+            held, put = self.owned.on(self.rank), self.adapter.put
+            load_state(self.model, state, held, self.first_name, put)
         if self.endless is not None:
             self.endless.resume({})
 
