@@ -90,10 +90,13 @@ def simulate(
 
 def _period(run: Timeline, plan: Plan) -> Timeline:
     """Of a run without end, what happens during one step once it is in its stride: from when the
-    first rank begins the last batch but one until it begins the last."""
-    starts = {e.action: e.start for e in run.events if e.rank == 0}
-    one, other = (f"0F{batch * plan.micro_batches}" for batch in (BATCHES - 2, BATCHES - 1))
-    start, stop = starts[one], starts[other]
+    first stage begins the last batch but one until it begins the last."""
+    starts = {e.action: e.start for e in run.events}
+    first, last = ((BATCHES - n) * plan.micro_batches for n in (2, 1))
+    stages = (s for s in range(plan.depth) if f"{s}F{first}" in starts)  # what takes any time
+    if (stage := next(stages, None)) is None:
+        return run
+    start, stop = starts[f"{stage}F{first}"], starts[f"{stage}F{last}"]
     inside = (e for e in run.events if e.start < stop and (e.stop > start or e.start == start))
     return replace(
         run,

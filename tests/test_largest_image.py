@@ -52,3 +52,11 @@ def test_time_ends_a_search_and_it_says_so() -> None:
     assert found.stopped and found.first is None
     assert all(side**2 / 1e6 <= 2.0 for side in steps.tried)
     assert found.side > 1200
+
+
+def test_what_was_tried_before_is_not_tried_again() -> None:
+    steps, cap = Steps(0, 7000), 256 * 2**20
+    first = largest(steps, cap, 16)
+    known = [Steps(0, 7000)(side) for side in steps.tried]
+    again = largest(steps, cap, 16, known=known)
+    assert again == first and len(steps.tried) == len(known)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gems.costs import Cost, Costs, Edge, unit
+from gems.cli.main import main
+from gems.costs import Cost, Costs, Edge, together, unit
 from gems.errors import GemsError, LossError, PlanError, ShapeError
 from gems.graph import Graph
 from gems.live import live
@@ -36,6 +37,7 @@ from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
+from tests import runs
 from tests.exact import Recordings, batches, micro_batches, part, same_state
 from tests.worlds import spawn
 
@@ -156,6 +158,31 @@ def test_a_flush_changes_nothing_but_when_things_are_done() -> None:
         losses, state = trained(plan, network(), data, MAKERS["momentum"], flushes)
         assert losses == pytest.approx(expected[0], rel=1e-10)
         same_state(state, expected[1])
+
+
+def test_a_stage_may_stream() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3)]
+    model, data = nn.Sequential(*layers).double(), batches((6, 2, 6, 6), 3, 4, torch.float64)
+    plan = Plan(stages=2, micro_batches=3, stream=("2x2",), schedule="2bw")
+    expected = by_equation(model, data, 3, MAKERS["adam"])
+    losses, state = trained(plan, model, data, MAKERS["adam"])
+    assert losses == pytest.approx(expected[0], rel=1e-10)
+    same_state(state, expected[1])
+
+
+def test_a_batch_that_the_model_does_not_take_leaves_the_one_before_alone() -> None:
+    wrong = (torch.zeros(6, 2, 9, 9, dtype=torch.float64), DATA[0][1])
+
+    def work(trainer: Trainer) -> Any:
+        trainer.step(*DATA[0])
+        with pytest.raises(ShapeError, match="the model does not take inputs"):
+            trainer.step(*wrong)
+        return trainer.state_dict()
+
+    _, expected = by_equation(network(), DATA[:1], 3, MAKERS["momentum"])
+    for state in on_ranks(THREE, work):
+        same_state(state, expected)
 
 
 def test_batches_may_have_other_sizes() -> None:
@@ -666,6 +693,11 @@ def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
     tight = 5 * 2 * size + 11_000
     quarter = search(graph, costs, MACHINE, replace(roomy, memory=tight)).best
     assert quarter.plan.depth == 4 and set(quarter.plan.keeps) != {"all"}  # it computes again
+    # A slow link: sums of four copies take longer than the forward that they run beside.
+    slow = replace(MACHINE, link=Link(1e8, 0.0))
+    deep = search(graph, costs, slow, roomy)
+    wide = next(c for c in deep.fitting if c.plan.depth == 1)
+    assert wide.seconds > step_seconds(wide.plan, Costs((together(costs.items),)), slow)
     none = search(graph, costs, MACHINE, replace(roomy, micro_batches=3))
     with pytest.raises(PlanError, match="3 micro-batches a step cannot be shared out"):
         chosen(none)
@@ -690,3 +722,29 @@ def test_a_virtual_step_is_one_of_the_middle_of_a_run() -> None:
     )
     found = virtual(Timeline(events), schedule, plan)
     assert found.seconds == 6.0 and found.bubble == 0
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_gems_train_notes_each_loss_at_its_step_and_resumes(tmp_path: Path) -> None:
+    """Nine samples, three of them a step, so that epochs and checkpoints end with a flush."""
+    options = ("--schedule", "2bw", "--parts", 3, "--num-epochs", 2, "--save")
+    options += ("--no-enable-evaluation",)
+    whole = runs.trained(tmp_path / "whole", *options)
+    assert whole.of("step") == [1, 2, 3, 4, 5, 6]
+    assert all(map(math.isfinite, whole.losses))
+    first = runs.trained(tmp_path / "parts", *options, "--steps", 2)
+    assert first.losses == whole.losses[:2]
+    again = runs.trained(tmp_path / "parts", *options, "--resume")
+    assert again.of("step") == [1, 2, 3, 4, 5, 6] and again.losses == whole.losses
+    assert {"timeline.json", "schedule.svg", "virtual.svg", "report.html"} <= whole.files
+
+
+def test_gems_plan_chooses_among_plans_of_one_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "tests.tiny:net", "--image-size", "8", "--num-classes", "2"]
+    assert main(["plan", *model, "--auto", "2", "--schedule", "2bw"]) == 0
+    shown = capsys.readouterr().out
+    assert "two versions" in shown and "pipeline" not in shown
+    assert main(["plan", *model, "--auto", "2", "--schedule", "gpipe"]) == 0
+    assert "1f1b" not in capsys.readouterr().out

@@ -32,6 +32,9 @@ HERE = Path(__file__).parent
 IMAGES = {1: 1, 2: 2, 4: 2}  # of one step, by ranks: a pair is the least that runs both ways
 
 
+SILENT = "no answer from rank"  # what `Ranks` says when time is up
+
+
 class Bench:
     """Takes trials on processes that stay, and are started anew when they fail."""
 
@@ -46,21 +49,25 @@ class Bench:
         known = self.results.trials(shared)
 
         def tried(side: int) -> Trial:
-            if side not in known:
-                known[side] = self.trial(shared, side, cap)
-                self.results.add_trial(shared, known[side])
-            return known[side]
+            trial = self.trial(shared, side, cap)
+            self.results.add_trial(shared, trial)
+            return trial
 
         multiple = NETWORKS[network].multiple
         square = not WAYS[way].by_cap
         start = 128 if square else self.so_far(network, ranks, cap)
-        found = largest(tried, cap, multiple, start=start, longest=self.longest, square=square)
-        note = found.trial.note if found.trial else (found.first.note if found.first else "")
+        found = largest(
+            tried, cap, multiple, start=start, longest=self.longest, square=square,
+            known=known.values(),
+        )  # fmt: skip
+        tries = self.results.trials(shared)
+        note = found.trial.note if found.trial else tries[max(tries)].note
         if found.first and found.trial and found.first.note != found.trial.note:
             why = found.first.note or f"takes {size(found.first.peak or 0)}"
             note += f"; {found.first.side}: {why}"
         peak, seconds = (found.trial.peak, found.trial.seconds) if found.trial else (None, 0.0)
-        row = Row(case, found.side, peak, seconds, found.stopped, note.strip("; "))
+        more = found.stopped or (found.first is not None and SILENT in found.first.note)
+        row = Row(case, found.side, peak, seconds, more, note.strip("; "))
         self.results.add_row(row)
         return row
 

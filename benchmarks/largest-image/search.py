@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -44,30 +44,25 @@ def largest(
     start: int = 128,
     longest: float = 240.0,
     square: bool = True,
+    known: Iterable[Trial] = (),
 ) -> Largest:
     """Try sides, each a `multiple`, until one fits and the next does not.
 
     If bytes are a + b side² (`square`), the next guess is where two trials say that the cap is
-    reached. Otherwise it is a quarter more, and half-way once a side has failed. A step should take
-    no more than `longest` seconds, by those of the last that fits.
+    reached. Otherwise it is a quarter more, and half-way once a side has failed. A step should
+    take no more than `longest` seconds, by those of the last that fits. `known` were tried before;
+    without any, `start` is tried first.
     """
-    low: Trial | None = None
-    high: Trial | None = None
-    seen: list[Trial] = []
-    side = max(multiple, start // multiple * multiple)
+    seen = list(known)
     while True:
-        trial = tried(side)
-        seen.append(trial)
-        if trial.fits(cap):
-            low = trial if low is None or trial.side > low.side else low
-        else:
-            high = trial if high is None or trial.side < high.side else high
+        low = max((t for t in seen if t.fits(cap)), key=lambda t: t.side, default=None)
+        high = min((t for t in seen if not t.fits(cap)), key=lambda t: t.side, default=None)
         floor, ceiling = low.side if low else 0, high.side if high else None
         if ceiling is not None and ceiling - floor <= multiple:
             return Largest(low, high)
         guess = _reached(seen, cap) if square else None
         if guess is None:
-            guess = (floor + ceiling) / 2 if ceiling is not None else 1.25 * floor
+            guess = (floor + ceiling) / 2 if ceiling is not None else 1.25 * floor or start
         if ceiling is not None:
             guess = min(guess, ceiling - multiple)
         side = max(int(guess) // multiple * multiple, floor + multiple)
@@ -75,6 +70,7 @@ def largest(
             side = int(low.side * sqrt(longest / low.seconds)) // multiple * multiple
             if side < 1.1 * floor:
                 return Largest(low, high, stopped=True)
+        seen.append(tried(side))
 
 
 def _reached(seen: list[Trial], cap: float) -> float | None:

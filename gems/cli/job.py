@@ -201,15 +201,17 @@ class Job:
                 step = self.trainer.step(images, targets)
                 self.within += 1
                 self._note(step, rate, show, self.trainer.steps - self.late)
-                if step.interrupted:
-                    self._drain(show)
+                stop = step.interrupted
+                if stop or (every and self.trainer.steps % every == 0):
+                    stop = self._drained(show) or stop
+                if stop:
                     return True
                 if every and self.trainer.steps % every == 0:
-                    self._drain(show)
                     self._save()
                 if self._enough():
                     break
-            self._drain(show)
+            if self._drained(show):
+                return True
             self._turn()
             if (over := not self._unfinished()) and self.pace.steps:
                 self.timeline = self.trainer.timeline()
@@ -222,11 +224,12 @@ class Job:
             self._save()
         return False
 
-    def _drain(self, show: Any) -> None:
-        """With 2BW, the batch under way comes to its end."""
+    def _drained(self, show: Any) -> bool:
+        """With 2BW, the batch under way comes to its end. Whether it was interrupted."""
         rate, step = self._rate, self.trainer.flush()
         if step is not None:
             self._note(step, rate, show, self.trainer.steps)
+        return step is not None and step.interrupted
 
     def _turn(self) -> None:
         """To the next epoch, if this one is over."""

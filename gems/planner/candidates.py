@@ -13,6 +13,7 @@ from gems.plans import ENDLESS, Plan
 from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
+APART = (4, 16, 64, 128)  # the same, of which one or two are here at a time
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -48,6 +49,43 @@ def recomputing(choice: Choice) -> Iterator[Choice]:
     if plan.depth > 1 and plan.schedule not in BY_SAMPLE:
         yield Choice(family, replace(plan, keep=_inputs(plan)))
     yield Choice(family, replace(plan, keep="auto"))
+
+
+def putting_away(choice: Choice, blocks: int, place: str) -> Iterator[Choice]:
+    """The same with what waits put away to a `place`: what is kept for backward, as it is or inputs
+    only; weights that do not run; both. Ranks that have all of the model are given it in stages,
+    even in memory, to have one or two of them here at a time; L2L fetches each of them twice a
+    step, whatever there is to do."""
+    plan, family = choice.plan, f"{choice.family}, put away"
+    if plan.zero or plan.schedule == ENDLESS:
+        return
+    for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
+        yield Choice(family, replace(cut, offload=f"stash:{place}"))
+        if plan.schedule not in BY_SAMPLE or cut.depth > 1:
+            less = replace(cut, keep=_inputs(cut))
+            yield Choice(family, less)
+            yield Choice(family, replace(less, offload=f"stash:{place}"))
+        if any(len(on) > 1 for on in cut.stages_on):
+            yield Choice(family, replace(cut, offload=f"weights:{place}"))
+            both = (f"stash:{place}", f"weights:{place}")
+            yield Choice(family, replace(cut, offload=both))
+            yield Choice(family, replace(cut, keep=_inputs(cut), offload=both))
+        if cut.ranks == 1:
+            one = replace(cut, schedule="l2l", offload=f"weights:{place}")
+            yield Choice("layer to layer", one)
+
+
+def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
+    """A plan of one stage in several, on the same ranks."""
+    team = tuple(range(plan.ranks))
+    for stages in (n for n in APART if n <= blocks):
+        yield replace(
+            plan,
+            stages=stages,
+            spatial=plan.spatial * stages,
+            placement=(team,) * stages if plan.cut else "straight",
+            balance="memory",
+        )
 
 
 def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:

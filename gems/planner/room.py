@@ -43,7 +43,7 @@ def fitted(
     standing = []
     for stage, mine in enumerate(blocks):
         cost = Cost(weights=graph.held(mine), gradients=graph.trained(mine))
-        shares = [share(cost, plan.zero, plan.sharers(stage))]
+        shares = [share(cost, plan.zero, plan.sharers(stage), away=plan.away)]
         twice = cost.gradients if plan.schedule == ENDLESS else 0.0  # in two versions
         standing.append(needed(shares, state) + twice + _boundary(graph, mine))
     workspace = [max((costs[i].workspace for i in mine), default=0.0) for mine in blocks]

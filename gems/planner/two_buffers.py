@@ -5,6 +5,9 @@
 T_comp is forward and backward, c what computing again adds to it (4/3 if backward takes as long as
 two forwards), T_comm what comes to a stage: outputs and gradients. T_dp, the sum of its gradients
 over copies, runs beside m micro-batches. Nothing fills or drains, so a step takes m t.
+
+Here a stage has one memory for gradients, so its sum runs beside one forward only; where it takes
+longer than that, the simulated step is longer than the rule's, and counts.
 """
 
 from __future__ import annotations

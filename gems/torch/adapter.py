@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -637,14 +638,14 @@ class TorchAdapter:
 
     @contextmanager
     def whole_weights(self, *, fetched: bool = True) -> Iterator[None]:
-        """All of this rank's weights, in which one may write; all ranks must come here, unless what
-        they are now is of no interest and need not be `fetched`."""
-        apart = [shard for shard in self.shards.values() if not shard.whole]
+        """All of this rank's weights that are shared out, in which one may write; all ranks must
+        come here, unless what they are now is of no interest and need not be `fetched`. Those that
+        are put away just here are to be had one by one: `copy` and `put`."""
+        apart = [shard for shard in self.shards.values() if shard.level == 3]
         for handle in [handle for shard in apart for handle in shard.gather()]:
             handle.wait()
-        shared = [shard for shard in apart if fetched and shard.level == 3]
-        pairs = [(memory, shard.holders) for shard in shared for memory in shard.memory]
-        for handle in [self.transport.all_gather(*pair) for pair in pairs]:
+        pairs = [(memory, shard.holders) for shard in apart for memory in shard.memory]
+        for handle in [self.transport.all_gather(*pair) for pair in pairs if fetched]:
             handle.wait()
         try:
             yield
@@ -653,6 +654,25 @@ class TorchAdapter:
         finally:
             for shard in apart:
                 shard.release()
+
+    @cached_property
+    def at_home(self) -> dict[str, Shard]:
+        """By name, the weights that are put away just here."""
+        away = [shard for shard in self.shards.values() if shard.at_home]
+        return {name: shard for shard in away for name in shard.parameters}
+
+    def copy(self, name: str) -> Tensor:
+        """A weight, or a copy of it if it is put away."""
+        shard = self.at_home.get(name)
+        return self.weights[name] if shard is None else shard.copy(name)
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Let a weight be what a tensor says, wherever it is."""
+        if (shard := self.at_home.get(name)) is not None:
+            shard.put(name, value)
+        else:
+            with torch.no_grad():
+                self.weights[name].copy_(value)
 
     def settle_alone(self) -> None:
         """Statistics of stages that this rank holds alone, but saw out of order."""

@@ -25,7 +25,7 @@ from gems.torch import manifest as manifests
 from gems.torch.agree import together
 from gems.torch.folders import Draft, remove, sync, write_synced
 from gems.torch.manifest import FORMAT, WHAT, File, Manifest, Place, beyond, measured, number
-from gems.torch.snapshot import Unfit, joined, part_of, put, refuse, take, unfit
+from gems.torch.snapshot import Unfit, joined, part_of, put, put_stage, refuse, take, unfit
 from gems.torch.storage import read, write
 from gems.torch.values import decode, references
 from gems.version import __version__
@@ -68,7 +68,8 @@ def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -
         places = together(transport, doing, begun)
         folder = Path(places[0][1])
         together(transport, doing, seen)
-        tensors = write(folder, taken.tensors, taken.aliases, transport, doing)
+        present = taken.present(trainer)
+        tensors = write(folder, taken.tensors, taken.aliases, transport, doing, present)
         mine = {place.file for place in tensors.values() if _wrote(place, transport.rank)}
         sums = together(transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)})
         files = {name: file for found in sums for name, file in found.items()}
@@ -149,6 +150,10 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
         part = part_of(trainer, plain, manifest.tensors, found)
         tensors = read(path, manifest, sorted(part.keys))
 
+    def put_away() -> None:
+        for stage, keys in part.apart.items():
+            put_stage(trainer, plain, part, stage, read(path, manifest, sorted(keys)))
+
     manifest = plain = part = tensors = cast(Any, None)
     together(transport, doing, verified)
     found = joined(together(transport, doing, compared))
@@ -158,6 +163,8 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
         log.warning("not taken from %s: %s", path, why)
     together(transport, doing, fetched)
     extra = put(trainer, plain, part, tensors)
+    tensors.clear()
+    together(transport, doing, put_away)
     log.info("loaded step %s from %s", trainer.steps, path)
     return extra
 

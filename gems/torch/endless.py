@@ -58,7 +58,8 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.transport = trainer, trainer.transport
-        self.refuse()
+        if trainer.trains:
+            self.refuse()
         self.turns = Turns(trainer.adapter, trainer.plan)
         self.engine = Endless(
             trainer.plan, trainer.schedule, self.turns, trainer.transport, self._update
@@ -227,7 +228,8 @@ class Run:
         """Whether the stages before have the same; our word goes to those behind. (Copies of the
         pipeline find out before they update.)"""
         plan, to = self.trainer.plan, self.transport
-        stage, what = plan.stages_on[to.rank][0], torch.tensor([self.what])
+        stage = plan.stages_on[to.rank][0]
+        what = torch.tensor([self.what], device=self.trainer.device)
         replica = next(r for r, row in enumerate(plan.teams) if to.rank in row[stage])
         behind = [r for s in plan.sinks[stage] for r in plan.team_of(s, replica)]
         before = [r for s in plan.sources[stage] for r in plan.team_of(s, replica)]

@@ -30,9 +30,9 @@ class Home:
             self.memory = torch.empty(len(first), dtype=first.dtype)  # until `leave`: for views
         self.write(first)
 
-    def write(self, tensor: Tensor) -> None:
-        """Be what a tensor of the device is."""
-        self.slot.write(tensor).wait()
+    def write(self, tensor: Tensor, start: int = 0) -> None:
+        """Be what a tensor is, of the device or of the host, from cell `start` on."""
+        self.slot.write(tensor, start * tensor.element_size()).wait()
         self.store.finish()
 
     def read(self, into: Tensor, start: int = 0) -> Handle:

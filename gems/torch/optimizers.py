@@ -83,6 +83,20 @@ def give_back(
         _keep_types(optimizer.state.get(parameters[name], {}), saved.state.get(name, {}))
 
 
+def give_state(
+    optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any], *, exact: bool
+) -> None:
+    """Load the state of one weight, as `give_back` would with all others'."""
+
+    def cast(key: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or key == "step":
+            return x
+        floats = parameter.is_floating_point() and not exact
+        return x.to(parameter.device, parameter.dtype if floats else x.dtype)
+
+    optimizer.state[parameter] = {key: cast(key, x) for key, x in state.items()}
+
+
 def _keep_types(here: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """torch casts state to its parameter's type; what was kept finer must come back as it was."""
     for key, value in saved.items():

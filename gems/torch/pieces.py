@@ -6,7 +6,7 @@ group gets, in place of a parameter that is shared out, the piece that this rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,14 @@ class Cells:
 
 
 def joined(
-    optimizer: Optimizer, shards: Iterable[Shard], transport: Transport, wanted: Iterable[str]
+    optimizer: Optimizer,
+    shards: Iterable[Shard],
+    transport: Transport,
+    wanted: Iterable[str],
+    present: Callable[[Tensor], Tensor],
 ) -> dict[str, State]:
-    """The state of whole parameters, of those that are `wanted` here. All ranks call it."""
+    """The state of whole parameters, of those that are `wanted` here. All ranks call it. `present`
+    gives a state tensor that may be put away."""
     shards, wanted = list(shards), set(wanted)
     forms: dict[str, State] = {}
     for said in transport.gather(_forms(optimizer, shards)):
@@ -93,7 +98,8 @@ def joined(
                 part = own_part(memory, shard.rank, shard.holders)
                 for piece, at in zip(flat.pieces, flat.starts, strict=True):
                     if mine.get(piece.name, {}).get(key) == Cells(dtype):
-                        part[at : at + len(piece.part)] = optimizer.state[piece.part][key]
+                        state = present(optimizer.state[piece.part][key])
+                        part[at : at + piece.part.numel()] = state.reshape(-1)
                 transport.all_gather(memory, shard.holders).wait()
                 for name, view in flat.views(memory).items():
                     if name in found and mine[name].get(key) == Cells(dtype):

@@ -125,11 +125,20 @@ class Shard:
             flat.room(0)
         self.whole = False
 
+    @property
+    def at_home(self) -> bool:
+        """Whether all of the weights is put away just here, so that any can be had by itself."""
+        return self.store is not None and self.level < 3
+
     def copy(self, name: str) -> Tensor:
-        """A parameter as it is at home, of which nothing is elsewhere."""
-        assert self.store is not None and self.level < 3
-        flat = next(flat for flat in self.flats if name in flat.at)
-        return flat.copy(name)
+        """A parameter as it is at home, on the host."""
+        assert self.at_home
+        return next(flat for flat in self.flats if name in flat.at).copy(name)
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Let a parameter at home be what a tensor says."""
+        assert self.at_home
+        next(flat for flat in self.flats if name in flat.at).put(name, value)
 
     @property
     def weight_bytes(self) -> int:
@@ -311,6 +320,10 @@ class _Flat:
         found = torch.empty(shape, dtype=self.weights.dtype)
         self.home.read(found, at).wait()
         return found
+
+    def put(self, name: str, value: Tensor) -> None:
+        assert self.home is not None
+        self.home.write(value.detach().to(self.weights.dtype).contiguous(), self.at[name][0])
 
     def open(self, came: set[str]) -> int:
         assert self.home is not None

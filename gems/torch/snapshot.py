@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from gems.errors import CheckpointError, faults
 from gems.torch.agree import together
 from gems.torch.generators import noted, put_back
 from gems.torch.manifest import Place
-from gems.torch.optimizers import Named, by_name, give_back, kind
+from gems.torch.optimizers import Named, by_name, give_back, give_state, kind
 from gems.torch.pieces import cut
 from gems.torch.pieces import joined as joined_states
 from gems.torch.values import decode, encode, references, same
@@ -49,6 +50,16 @@ class Snapshot:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
+    away: dict[str, str] = field(default_factory=dict)  # keys of weights that are put away
+
+    def present(self, trainer: Trainer) -> dict[str, Callable[[], Tensor]]:
+        """How to get those of the tensors that are put away."""
+        adapter, states = trainer.adapter, trainer.updates and trainer.updates.states
+        found = {key: partial(adapter.copy, name) for key, name in self.away.items()}
+        for key, tensor in self.tensors.items():
+            if states is not None and states.has(tensor):
+                found[key] = partial(states.copy, tensor)
+        return found
 
 
 # --- taking ---------------------------------------------------------------------------------------
@@ -82,9 +93,10 @@ def _shared_state(trainer: Trainer) -> dict[str, Any]:
     if trainer.optimizer is None or not trainer.plan.zero:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
-    return joined_states(
-        trainer.optimizer, trainer.adapter.shards.values(), trainer.transport, mine
-    )
+    shards = [shard for shard in trainer.adapter.shards.values() if shard.level]
+    states = trainer.updates and trainer.updates.states
+    get = states.present if states else lambda x: x
+    return joined_states(trainer.optimizer, shards, trainer.transport, mine, get)
 
 
 def _own_part(
@@ -102,6 +114,8 @@ def _own_part(
         first[name] = label
         if writer[name] == rank:
             put[f"model.{label}"] = weights[name]
+            if name in trainer.adapter.at_home:
+                taken.away[f"model.{label}"] = name
     for name in unlisted(trainer):
         if writer[name] == rank:
             put[f"buffers.{name}"] = weights[name]
@@ -118,7 +132,8 @@ def _own_part(
     part["shared"] = _shared(trainer, extra if rank == 0 else None, mine)
     if trainer.optimizer is not None:
         named = by_name(trainer.optimizer, trainer._stepped())
-        pieces = {n for shard in trainer.adapter.shards.values() for n in shard.pieces}
+        shards = [shard for shard in trainer.adapter.shards.values() if shard.level]
+        pieces = {n for shard in shards for n in shard.pieces}
         states = {n: x for n, x in named.state.items() if n not in pieces} | dict(shared)
         part["names"] = named.names
         part["options"] = encode(named.groups, "shared.groups", mine)
@@ -334,6 +349,8 @@ class Part:
     weights: dict[str, str]  # key of the checkpoint -> first name
     keys: set[str]
     training: bool
+    apart: dict[int, set[str]]  # keys of what is put away at once, stage by stage
+    names: set[str]  # of these weights
 
 
 def part_of(
@@ -353,7 +370,26 @@ def part_of(
     keys = {*mine, *references(plain["extra"]), *references(plain["modules"])}
     if training:
         keys |= set(_training_keys(trainer, plain, set(mine.values())))
-    return Part(mine, keys, training)
+    stages = _apart(trainer)
+    apart: dict[int, set[str]] = {}
+    for stage, names in stages.items():
+        apart[stage] = {key for key, name in mine.items() if name in names}
+        for name in names.intersection(mine.values()) if training else ():
+            apart[stage] |= set(references(plain["state"].get(name)))
+        keys -= apart[stage]
+    return Part(mine, keys, training, apart, set().union(*stages.values()))
+
+
+def _apart(trainer: Trainer) -> dict[int, set[str]]:
+    """For each stage of which something is put away just here, the names of its weights."""
+    shards = trainer.adapter.shards
+    found = {s: set(shard.parameters) for s, shard in shards.items() if shard.at_home}
+    if trainer.updates is not None and trainer.updates.states is not None:
+        stepped = {id(p): name for name, p in trainer._stepped().items()}
+        for stage, parts in trainer.updates.parts.items():
+            if stage not in shards:
+                found[stage] = {stepped[id(p)] for p in parts}
+    return found
 
 
 def _training_keys(trainer: Trainer, plain: Mapping[str, Any], held: set[str]) -> Iterable[str]:
@@ -406,7 +442,8 @@ def put(
     weights = named_weights(trainer.model)
     with torch.no_grad():
         for key, name in part.weights.items():
-            weights[name].copy_(tensors[key])
+            if name not in part.names:
+                weights[name].copy_(tensors[key])
     for label, value in plain["modules"].items():
         if label in trainer.minders:
             set_extra_state(trainer.model, label, decode(value, tensors))
@@ -423,6 +460,31 @@ def put(
     return decode(plain["extra"], tensors)
 
 
+def put_stage(
+    trainer: Trainer,
+    plain: Mapping[str, Any],
+    part: Part,
+    stage: int,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Take over what is put away of one stage, after all the rest."""
+    parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
+    shard = trainer.adapter.shards.get(stage)
+    for key, name in part.weights.items():
+        if key not in tensors:
+            continue
+        trainer.adapter.put(name, tensors[key])
+        saved = plain["state"].get(name) if part.training and name in stepped else None
+        if saved is not None:
+            assert trainer.optimizer is not None
+            state, exact = decode(saved, tensors), tensors[key].dtype == parameters[name].dtype
+            if shard is not None:
+                state = cut(state, parameters[name], shard.pieces[name])
+            give_state(trainer.optimizer, stepped[name], state, exact=exact)
+    if trainer.updates is not None and part.training:
+        trainer.updates.put(stage)
+
+
 def _put_training(
     trainer: Trainer, plain: Mapping[str, Any], part: Part, tensors: Mapping[str, Tensor]
 ) -> None:
@@ -430,12 +492,13 @@ def _put_training(
     parameters: dict[str, nn.Parameter] = dict(trainer._named_parameters())
     stepped = trainer._stepped()
     saved, taken = plain["optimizer"], set(part.weights.values())
-    state = {n: decode(x, tensors) for n, x in plain["state"].items() if n in taken}
+    here = taken - part.names
+    state = {n: decode(x, tensors) for n, x in plain["state"].items() if n in here}
     groups, rest = decode(saved["groups"], tensors), decode(saved["rest"], tensors)
     fine = {
         n
         for k, n in part.weights.items()
-        if n in stepped and tensors[k].dtype == parameters[n].dtype
+        if n in stepped and n in here and tensors[k].dtype == parameters[n].dtype
     }
     for shard in trainer.adapter.shards.values():
         for name in set(state).intersection(shard.parameters):
@@ -443,6 +506,8 @@ def _put_training(
             if piece is not None:
                 state[name] = cut(whole, parameters[name], piece)
     give_back(trainer.optimizer, stepped, Named(groups, plain["names"], state, rest), fine)
+    if trainer.updates is not None:
+        trainer.updates.renew()
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(decode(plain["scheduler"]["state"], tensors))
     trainer.optimizer.zero_grad(set_to_none=True)

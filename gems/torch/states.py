@@ -62,14 +62,20 @@ class States:
             self._free(number)
         self.of.clear()
 
-    def copy(self, tensor: Tensor) -> Tensor | None:
-        """What a state tensor says that is put away, on the host; None if it is not."""
-        if (found := self.slots.get(storage_of(tensor))) is None:
-            return None
+    def has(self, tensor: Tensor) -> bool:
+        """Whether this one is put away."""
+        return storage_of(tensor) in self.slots
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """What a state tensor says that is put away, on the host."""
         into = torch.empty(tensor.shape, dtype=tensor.dtype)
-        found[1].read(into).wait()
+        self.slots[storage_of(tensor)][1].read(into).wait()
         self.store.finish()
         return into
+
+    def present(self, tensor: Tensor) -> Tensor:
+        """A state tensor, or a copy of it if it is put away."""
+        return self.copy(tensor) if self.has(tensor) else tensor
 
     def _free(self, number: int) -> None:
         self.slots.pop(number)[1].free()

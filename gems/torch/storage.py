@@ -14,7 +14,7 @@ it for others, and read ours from the manifest. The data files are read with `we
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,15 @@ def write(
     aliases: Mapping[str, str],
     transport: Transport,
     doing: str,
+    present: Mapping[str, Callable[[], Tensor]],
 ) -> dict[str, Place]:
     """Every rank writes its own tensors, by keys like `model.stem.weight`; where all of them are.
 
-    `aliases` are further keys of tensors that somebody writes. No two ranks may have one key.
+    `aliases` are further keys of tensors that somebody writes. No two ranks may have one key. What
+    has no memory now is asked for by its key, when its turn comes, of those that are `present`.
     """
     rank = transport.rank
-    planner, writer = DefaultSavePlanner(), FileSystemWriter(folder, overwrite=False)
+    planner, writer = _Planner(present), FileSystemWriter(folder, overwrite=False)
 
     def planned() -> Any:
         planner.set_up_planner(_nested(mine), is_coordinator=rank == 0)
@@ -83,6 +85,18 @@ def write(
     found |= {result.index.fqn: result for result in same}
     forms = metadata.state_dict_metadata
     return {key: _place(forms[key], result.storage_data) for key, result in found.items()}
+
+
+class _Planner(DefaultSavePlanner):
+    """One that gets tensors that are elsewhere, one at a time, when they are written."""
+
+    def __init__(self, present: Mapping[str, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self.present = present
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        get = self.present.get(index.fqn)
+        return super().lookup_object(index) if get is None else get()
 
 
 def _nested(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

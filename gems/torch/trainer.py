@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,6 +155,7 @@ class Trainer:
         self.offload_folder = offload_folder
         self.stores: list[Store] = []
         self._local: Timeline | None = None
+        self.trains = optimizer is not None
         self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
         self.scale = LossScale() if precision == "fp16" else None
         self.optimizer = self._make_optimizer(optimizer)
@@ -709,7 +711,12 @@ class Trainer:
         self.flush()
         with self.adapter.whole_weights():
             return whole_state(
-                self.model, self.owned, self.first_name, self.minders, self.transport
+                self.model,
+                self.owned,
+                self.first_name,
+                self.minders,
+                self.transport,
+                self.adapter.copy,
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -717,7 +724,8 @@ class Trainer:
         from a file."""
         self.flush()
         with self.adapter.whole_weights(fetched=False):
-            load_state(self.model, state, self.owned.on(self.rank), self.first_name)
+            held, put = self.owned.on(self.rank), self.adapter.put
+            load_state(self.model, state, held, self.first_name, put)
         if self.endless is not None:
             self.endless.resume({})
 
@@ -787,7 +795,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
-        if self.endless is not None and not self.endless.engine.failed and not self.closed:
+        going = self.endless is not None and not self.endless.engine.failed and not self.closed
+        if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True
         for away in self.stores:

@@ -39,6 +39,7 @@ class Turns:
     def begin(self, batch: Batch, step: int) -> None:
         """Get ready for the next batch, while the one before is under way."""
         self.cover()
+        self.now = None  # if the next line raises, the state is nobody's
         self.plain.begin(batch, step, training=True)
         turn = self.begun % AT_ONCE
         earlier = self.states[1 - turn].get("statistics", {}) if self.begun > self.summed else {}

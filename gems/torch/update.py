@@ -36,7 +36,7 @@ class Updates:
         self.shards = shards
         self.states = States(optimizer, store) if store is not None else None
         self.made: set[int] = set()
-        self.put()
+        self.renew()
 
     def left(self) -> list[int]:
         """The stages that were not updated in this step, in one order everywhere."""
@@ -70,11 +70,17 @@ class Updates:
             shard.forget()
         return brought
 
-    def put(self) -> None:
-        """Put away what state the optimizer has already."""
-        for parts in self.parts.values() if self.states is not None else ():
-            assert self.states is not None
-            self.states.put(parts)
+    def put(self, stage: int) -> None:
+        """Put away what state the optimizer has of a stage."""
+        if self.states is not None:
+            self.states.put(self.parts[stage])
+
+    def renew(self) -> None:
+        """The optimizer has another state than was put away: put that away."""
+        if self.states is not None:
+            self.states.clear()
+        for stage in self.parts:
+            self.put(stage)
 
 
 @contextmanager

@@ -202,8 +202,10 @@ def whole_state(
     first_name: Mapping[str, str],
     minders: Mapping[str, int],
     transport: Transport,
+    copy: Callable[[str], torch.Tensor],
 ) -> dict[str, Any]:
-    """The plain model's state dict, on every rank, in host memory: one broadcast per rank."""
+    """The plain model's state dict, on every rank, in host memory: one broadcast per rank. `copy`
+    gives a weight that this rank has."""
     wanted = model.state_dict(keep_vars=True)
     by_rank: dict[int, list[str]] = {}
     for name in dict.fromkeys(first_name[label] for label in wanted if label not in minders):
@@ -215,10 +217,9 @@ def whole_state(
         sizes = [s.numel() * d.itemsize for _, s, d in shapes]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         if rank == transport.rank:
-            parts = [
-                local[n].detach().cpu().contiguous().flatten().view(torch.uint8) for n in names
-            ]
-            torch.cat(parts, out=flat)
+            for name, part in zip(names, flat.split(sizes), strict=True):
+                own = copy(name).detach().cpu().contiguous()
+                part.copy_(own.flatten().view(torch.uint8))
         if transport.world > 1:
             transport.broadcast(flat, rank)
         for (name, shape, dtype), part in zip(shapes, flat.split(sizes), strict=True):
@@ -234,8 +235,10 @@ def load_state(
     state: Mapping[str, Any],
     held: set[str],
     first_name: Mapping[str, str],
+    put: Callable[[str, torch.Tensor], None],
 ) -> None:
-    """Take from a plain model's state dict what this rank has; the keys must be the model's."""
+    """Take from a plain model's state dict what this rank has; the keys must be the model's. `put`
+    lets a weight that this rank has be what a tensor says."""
     wanted = model.state_dict(keep_vars=True)
     found = [f"missing: {label}" for label in wanted if label not in state]
     found += [f"unexpected: {label}" for label in state if label not in wanted]
@@ -246,13 +249,11 @@ def load_state(
     ]
     if found:
         raise ShapeError(faults("this state dict is not the model's:", found))
-    local = named_weights(model)
-    with torch.no_grad():
-        for label in wanted:
-            if label not in first_name:
-                set_extra_state(model, label, state[label])
-            elif first_name[label] in held:
-                local[label].copy_(state[label])
+    for label in wanted:
+        if label not in first_name:
+            set_extra_state(model, label, state[label])
+        elif first_name[label] in held:
+            put(first_name[label], state[label])
 
 
 def set_extra_state(model: nn.Module, label: str, value: Any) -> None:
