@@ -39,6 +39,7 @@ from gems.torch.endless import Run
 from gems.torch.halos import with_halos
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import connect, device_for
+from gems.torch.malloc import lean, trim
 from gems.torch.outputs import collect
 from gems.torch.pieces import share_out
 from gems.torch.profile import measure
@@ -231,6 +232,9 @@ class Trainer:
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
         refuse_unordered(self.model, traced, self.owned, self.unordered)
+        self.on_disk = any(part.endswith(":disk") for part in plan.offload)
+        if self.on_disk:
+            lean()
         unmade = keep_only(
             self.model,
             self.owned.on(self.rank),
@@ -242,6 +246,8 @@ class Trainer:
         )
         self._connect_engines(unmade)
         self.endless = Run(self) if plan.schedule == ENDLESS else None
+        if self.on_disk:
+            trim()
         self.adapter.remember(sample, traced)
         return f"{key(str(self.schedule), plan)}"
 
@@ -454,6 +460,8 @@ class Trainer:
             self._step_scheduler(loss)
         if update:
             self.window = 0
+        if self.on_disk:
+            trim()
         shown = norm * factor if update and self.clip is not None else None
         return Step(loss, batch.samples, perf_counter() - start, updated, shown, interrupted)
 
