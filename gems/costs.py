@@ -78,12 +78,16 @@ def together(costs: Iterable[Cost]) -> Cost:
 
 @dataclass(frozen=True)
 class Edge:
-    """What one stage sends another for one micro-batch: bytes, and bytes of gradients back."""
+    """What one stage sends another for one micro-batch: bytes, and bytes of gradients back.
+
+    `kept` is what a rank of the target keeps of it to compute from it again; None: its even share.
+    """
 
     source: int
     target: int
     output: int
     gradient: int
+    kept: int | None = None
 
     def size(self, what: str) -> int:
         return self.output if what == "output" else self.gradient
@@ -117,9 +121,10 @@ class Costs:
         return self.teams[stage] if self.teams else 1
 
     def received(self, stage: int) -> int:
-        """Bytes that a rank of a stage is sent for one micro-batch."""
-        edges = (edge for edge in self.messages if edge.target == stage)
-        return sum(-(-edge.output // self.team(stage)) for edge in edges)
+        """Bytes that a rank of a stage keeps of what it is sent for one micro-batch."""
+        edges = [edge for edge in self.messages if edge.target == stage]
+        even = sum(-(-edge.output // self.team(stage)) for edge in edges if edge.kept is None)
+        return even + sum(edge.kept for edge in edges if edge.kept is not None)
 
     def part(self, what: str, source: int, target: int) -> int:
         """Bytes on one link: a message goes in as many parts as the larger of its teams has."""

@@ -7,12 +7,20 @@ from dataclasses import replace
 
 from gems.costs import Costs
 from gems.plans import ENDLESS, Plan
-from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
+from gems.schedule.core import AWAY, WHOLE, Action, Kind, Message, Schedule
+from gems.schedule.offload import Storing
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Memory, Meter
 from gems.zero import Share, share
 
 Row = list[Memory]  # right after each action
+
+
+def kept(stage: int, micro_batch: int, plan: Plan, costs: Costs) -> int:
+    """Bytes that a forward leaves for backward: a stash, or what it is recomputed from."""
+    if plan.recomputes(stage, micro_batch):
+        return costs.received(stage)
+    return round(costs[stage].stash)
 
 
 def live(
@@ -66,6 +74,8 @@ class _Rank:
         self.at_hand: dict[Message, int] = {}
         self.inbox: dict[Message, dict[int, int]] = {}
         self.sending: dict[tuple[Message, int], int] = {}
+        self.storing: Storing | None = None
+        self.loading: set[tuple[int, int]] = set()
 
     def _standing(self) -> Memory:
         weights = sum(mine.weights for mine in self.shares.values())
@@ -97,6 +107,8 @@ class _Rank:
         self.gradients.pop(stage, None)
 
     def _do(self, action: Action) -> None:
+        if action.computes:
+            self._step_on(action)
         if action.way == ">":
             self._send(action)
         elif action.way == "<":
@@ -109,6 +121,8 @@ class _Rank:
             self._release(action.stage)
         elif action.kind in WHOLE:
             self._share(action)
+        elif action.kind in AWAY:
+            self._move(action)
         else:
             self._backward(action)
 
@@ -157,10 +171,8 @@ class _Rank:
         s, i = action.stage, action.micro_batch
         for source in self.plan.sources[s]:
             self._take(Message("output", source, s, i))
-        if self.plan.recomputes(s, i):
-            self.meter.hold(self.costs.received(s))
-        else:
-            self.meter.keep(round(self.costs[s].stash))
+        keep = self.meter.hold if self.plan.recomputes(s, i) else self.meter.keep
+        keep(kept(s, i, self.plan, self.costs))
         for sink in self.plan.sinks[s]:
             self._offer(Message("output", s, sink, i))
 
@@ -183,6 +195,35 @@ class _Rank:
         self.meter.release(round(self.costs[stage].stash))
         self.gradients.setdefault(stage, self.shares[stage].gradients)
         self.meter.settle(self._standing())
+
+    # --- memory put away ------------------------------------------------------------------------
+
+    def _step_on(self, action: Action) -> None:
+        """A compute action begins: a store has had its time, and what was loaded is here."""
+        if self.storing is not None and not self.storing.travels():
+            self._let_go()
+        key = action.stage, action.micro_batch
+        if key in self.loading:
+            self.loading.remove(key)
+            self.meter.arrive(kept(*key, self.plan, self.costs))
+
+    def _move(self, action: Action) -> None:
+        self._let_go()
+        key = action.stage, action.micro_batch
+        size, counts = kept(*key, self.plan, self.costs), not self.plan.recomputes(*key)
+        if action.kind is Kind.STORE:
+            self.meter.put_away(size)
+            self.storing = Storing(*key)
+        else:
+            self.meter.fetch(size, counts=counts)
+            self.loading.add(key)
+
+    def _let_go(self) -> None:
+        if self.storing is not None:
+            key = self.storing.stage, self.storing.micro_batch
+            size = kept(*key, self.plan, self.costs)
+            self.meter.let_go(size, counts=not self.plan.recomputes(*key))
+            self.storing = None
 
     # --- messages -------------------------------------------------------------------------------
 

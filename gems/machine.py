@@ -20,7 +20,7 @@ class Device:
 
     `flops` per second and `bandwidth` in bytes per second are the data sheet's; the efficiencies
     (0 to 1) say how much of each a real layer reaches. `memory` in bytes, `launch` in seconds per
-    kernel.
+    kernel. A device that `is_host` computes in the host's memory, so that only disks are elsewhere.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Device:
     launch: float
     compute_efficiency: float
     memory_efficiency: float
+    is_host: bool = False
 
     def __post_init__(self) -> None:
         found = [
@@ -100,6 +101,11 @@ class Machine:
             found.append("between links nodes, but node does not say how many devices one has")
         if found:
             raise PlanError(faults(f"machine {self.name!r} cannot be", found))
+
+    @property
+    def elsewhere(self) -> str:
+        """The nearest place that is not the device's memory: the `host`, or `disk`."""
+        return "disk" if self.device.is_host else "host"
 
     def way_to(self, place: str) -> Link:
         """The way of what is put away: to the `host`, or to `disk`."""

@@ -72,6 +72,8 @@ class Plan:
                    2 gradients too, once they are summed, 3 the weights too, gathered when needed
     offload        what is put away while it is not needed: `stash`, `weights`, `optimizer`, to the
                    `host` or to `disk`: "stash", "stash:disk,optimizer"
+    share_inputs   what all ranks of a team would keep as a whole, to compute from it again, is kept
+                   in parts, one each, and gathered when it is needed
     updates        when weights are updated: `late`, after all work of a step; or `eager`, each
                    stage as soon as its gradients are complete
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
@@ -97,6 +99,7 @@ class Plan:
     stream: Spatial = ()
     zero: int = 0
     offload: Offload = ()
+    share_inputs: bool = False
     updates: str = "late"
     why: str = field(default="", compare=False, repr=False)
 
@@ -157,6 +160,7 @@ class Plan:
             yield f"sums is {self.sums!r}; choose one of {', '.join(SUMS)}"
         yield from self._zero_faults()
         yield from offload_faults(self.offload)
+        yield from self._sharing_faults()
         yield from self._update_faults()
         yield from self._endless_faults()
         tiles = tiles_of(self.spatial)
@@ -171,6 +175,15 @@ class Plan:
         for a, b in self.edges or ():
             if not 0 <= a < b < self.depth:
                 yield f"edge {a} to {b} must lead from a stage to a later one of {self.depth}"
+
+    def _sharing_faults(self) -> Iterable[str]:
+        pairs = zip(self.keeps, self.sizes, strict=False)
+        if self.share_inputs and not any(size > 1 and keep != "all" for keep, size in pairs):
+            yield (
+                "share_inputs divides what the ranks of a team keep to compute from it again, and "
+                "no stage is both cut over ranks and recomputed; give one tiles or slices and "
+                "keep='inputs' or names, or leave it out"
+            )
 
     def _zero_faults(self) -> Iterable[str]:
         if self.zero not in ZERO:
@@ -211,10 +224,10 @@ class Plan:
                 f"zero={self.zero} has no place for the second version of weights that 2bw keeps; "
                 "leave it out, or use '1f1b'"
             )
-        if self.away:
+        if self.offload:
             yield (
-                f"2bw has two versions of weights in use all the time, so that {self.away[0]} "
-                "cannot be put away; leave it out of offload, or use 'l2l' or '1f1b'"
+                f"2bw puts nothing away ({', '.join(self.offload)}): what is stored in one step "
+                "would be wanted in the next; leave offload out, or use '1f1b'"
             )
         if self.updates != "late":
             yield f"updates={self.updates!r} is no choice for 2bw, which says when; leave it out"
@@ -482,6 +495,7 @@ class Plan:
     def lanes(self) -> Plan:
         """One copy with every stage whole and on a lane of its own: what orders are made for."""
         whole = {"spatial": (), "local_dp": 1, "halo": "d1", "fused_layers": 0}
+        whole["share_inputs"] = False
         return replace(self, data=1, ranks=self.depth, placement="straight", **whole)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod
 
-from gems.costs import Cost, Costs, of_stages, together
-from gems.graph import Block, Graph
+from gems.costs import Cost, Costs, Edge, of_stages, together
+from gems.graph import Block, Graph, crossings
 from gems.grid import Grid
 from gems.machine import Link, Machine
 from gems.overlap import streamed
@@ -31,7 +31,21 @@ def price(
         if plan.streams[stage]:
             cost = streamed(uncut, graph, blocks, mine, plan.streams[stage])
         items.append(cost)
-    return replace(whole, items=tuple(items), teams=plan.sizes)
+    messages = tuple(_kept(edge, graph, stage_of, plan) for edge in whole.messages)
+    return replace(whole, items=tuple(items), messages=messages, teams=plan.sizes)
+
+
+def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge:
+    """What a stage is sent, with what each rank of its team keeps of it if it runs again."""
+    grid, size = plan.grids[edge.target], 0.0
+    if grid.size == 1:
+        return edge
+    for name in crossings(graph, stage_of)[edge.source, edge.target]:
+        value = graph.value[name]
+        part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value.shape, grid)
+        shared = plan.share_inputs and part == 1
+        size += ceil(value.bytes / grid.size if shared else value.bytes * part)
+    return replace(edge, kept=round(size))
 
 
 def _cut(
@@ -60,10 +74,15 @@ def _cut(
 
 def _share(block: Block, graph: Graph, grid: Grid) -> float:
     """The part of a block that the largest of the tiles has; 1 for what is too small to be cut."""
-    shape = graph.value[block.writes[0]].shape if block.writes else ()
+    if block.whole and grid.tiles:
+        return 1.0
+    return _part(graph.value[block.writes[0]].shape if block.writes else (), grid)
+
+
+def _part(shape: Sequence[int], grid: Grid) -> float:
     if not grid.tiles:
         return ceil(shape[0] / grid.batch) / shape[0] if shape and shape[0] else 1.0
-    if block.whole or len(shape) < 2 + len(grid.tiles):
+    if len(shape) < 2 + len(grid.tiles):
         return 1.0
     lengths = shape[-len(grid.tiles) :]
     return prod(ceil(n / g) / n for n, g in zip(lengths, grid.tiles, strict=True) if n)

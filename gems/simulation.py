@@ -1,8 +1,8 @@
 """Lay a schedule out in time: each rank runs its order, each action waits for what it needs.
 
 A rank computes, each link carries one message after the other, a rank's sums and gathers queue
-beside both, and what it fetches from where it was put away comes by a way of its own: four kinds of
-lanes that work at the same time.
+beside both, and so does what goes to and from its host: four kinds of lanes that work at the same
+time. (To and from a disk it is one.)
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from gems.costs import Costs
 from gems.errors import ScheduleError
-from gems.live import live
+from gems.live import kept, live
 from gems.machine import Link, Machine
 from gems.plans import BATCHES, ENDLESS, Plan
 from gems.schedule.core import (
+    AWAY,
     TOGETHER,
     Action,
     Fact,
@@ -31,12 +32,14 @@ from gems.schedule.core import (
     parse_action,
 )
 from gems.schedule.endless import number_of, place
+from gems.schedule.offload import Storing
 from gems.timeline import Event, Timeline
 from gems.zero import share
 
 Seconds = Callable[[int, Action], float]
 Travel = Callable[[Message, tuple[int, int]], float]
 Meet = Callable[[Action], float]
+Carry = Callable[[Action], float]
 
 
 def simulate(
@@ -50,7 +53,8 @@ def simulate(
     """The timeline of a step if stages cost what `costs` says, with live bytes over time.
 
     Messages, sums and gathers go over one link, or over those of a machine; without either,
-    messages take what `costs` says and the others nothing. `state` is the optimizer's, in units of
+    messages take what `costs` says and the others nothing. What is put away goes over a machine's
+    links to its host or disk. `state` is the optimizer's, in units of
     the gradients. The plan may stand for so many `copies` of it on further ranks: their steps are
     the same, but sums and gathers go over all of them. Of 2BW, whose pipeline never drains, it is
     a step in the middle of a run.
@@ -73,17 +77,26 @@ def simulate(
         found = _meeting_seconds(meeting, plan, costs, over, copies)
         return found + _away_seconds(meeting, plan, costs, over, state)
 
-    laid = _Laid(schedule, plan.unrolled, seconds, travel, meet)
+    def carry(action: Action) -> float:
+        if not isinstance(over, Machine):
+            return 0.0
+        way = over.way_to(plan.put_away("stash"))
+        return way.seconds(kept(action.stage, action.micro_batch, plan, costs))
+
+    laid = _Laid(schedule, plan.unrolled, seconds, travel, meet, carry)
     whole = replace(laid.timeline("simulated", laid.met), **laid.bytes(plan, costs, state, copies))
     return _period(whole, plan) if plan.schedule == ENDLESS else whole
 
 
 def _period(run: Timeline, plan: Plan) -> Timeline:
     """Of a run without end, what happens during one step once it is in its stride: from when the
-    first rank begins the last batch but one until it begins the last."""
-    starts = {e.action: e.start for e in run.events if e.rank == 0}
-    one, other = (f"0F{batch * plan.micro_batches}" for batch in (BATCHES - 2, BATCHES - 1))
-    start, stop = starts[one], starts[other]
+    first stage begins the last batch but one until it begins the last."""
+    starts = {e.action: e.start for e in run.events}
+    first, last = ((BATCHES - n) * plan.micro_batches for n in (2, 1))
+    stages = (s for s in range(plan.depth) if f"{s}F{first}" in starts)  # what takes any time
+    if (stage := next(stages, None)) is None:
+        return run
+    start, stop = starts[f"{stage}F{first}"], starts[f"{stage}F{last}"]
     inside = (e for e in run.events if e.start < stop and (e.stop > start or e.start == start))
     return replace(
         run,
@@ -152,7 +165,8 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
             return cpu.get((rank, str(batch)), 0.0)
         return cpu.get((rank, str(action)), 0.0)
 
-    laid = _Laid(schedule, plan.unrolled, seconds, lambda message, ranks: 0.0, lambda meeting: 0.0)
+    none = lambda *_: 0.0  # noqa: E731
+    laid = _Laid(schedule, plan.unrolled, seconds, none, none, none)
     sums = [event for event in laid.events if event.action.endswith("R")]
     laid = replace(laid.timeline("virtual", sums), peaks=timeline.peaks, stashes=timeline.stashes)
     return _period(laid, plan) if endless else laid
@@ -173,9 +187,19 @@ class _Laid:
     """
 
     def __init__(
-        self, schedule: Schedule, plan: Plan, seconds: Seconds, travel: Travel, meet: Meet
+        self,
+        schedule: Schedule,
+        plan: Plan,
+        seconds: Seconds,
+        travel: Travel,
+        meet: Meet,
+        carry: Carry,
     ) -> None:
         self.schedule, self.plan, self.travel, self.meet = schedule, plan, travel, meet
+        self.carry = carry
+        self.storing: dict[int, tuple[Storing, float]] = {}  # of each rank, until when
+        self.lanes: dict[tuple[int, str], float] = defaultdict(float)
+        self.loaded: dict[tuple[int, int, int], float] = {}  # rank, stage, micro-batch
         self.free: dict[int, float] = defaultdict(float)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.known: dict[tuple[int, Fact], float] = {}
@@ -206,7 +230,32 @@ class _Laid:
         arrivals = (self._arrival(rank, action, fact) for fact in needs(action, self.plan))
         meeting = awaits(action, self.plan, self.summed[rank])
         met = 0.0 if meeting is None else self.through.get((rank, meeting), 0.0)
-        return max((self.free[rank], met, *arrivals))
+        return max((self.free[rank], met, self._moved(rank, action), *arrivals))
+
+    def _moved(self, rank: int, action: Action) -> float:
+        """When stores and loads that an action waits for are through."""
+        at = 0.0
+        if rank in self.storing:
+            storing, until = self.storing[rank]
+            if action.kind in AWAY or (action.computes and storing.begun):
+                at = until
+        if action.computes:
+            at = max(at, self.loaded.get((rank, action.stage, action.micro_batch), 0.0))
+        return at
+
+    def _move(self, rank: int, action: Action, now: float) -> None:
+        """A store or a load, on its way beside the work."""
+        key = action.stage, action.micro_batch
+        disk = self.plan.put_away("stash") == "disk"
+        lane = rank, "" if disk else action.kind.value
+        start = max(now, self.lanes[lane])
+        self.lanes[lane] = stop = start + self.carry(action)
+        self.met.append(Event(rank, str(action), start, stop))
+        self.storing.pop(rank, None)
+        if action.kind is Kind.STORE:
+            self.storing[rank] = (Storing(*key), stop)
+        else:
+            self.loaded[(rank, *key)] = stop
 
     def _arrival(self, rank: int, action: Action, fact: Fact) -> float:
         """A part of another rank holds when its message to this very stage is there, if any is."""
@@ -225,6 +274,10 @@ class _Laid:
             self.known[rank, fact] = stop
         if action.kind in TOGETHER:
             self._meet(rank, action, stop)
+        elif action.kind in AWAY:
+            self._move(rank, action, stop)
+        elif action.computes and rank in self.storing and not self.storing[rank][0].travels():
+            del self.storing[rank]
         if action.way == ">":
             message = action.message
             others = (r for r in self.plan.team_for(action.peer, action.micro_batch) if r != rank)

@@ -9,6 +9,7 @@ from functools import cached_property
 from gems.schedule.core import Action, Kind, Schedule, parse_action
 
 LINKS = ("R", "G")  # how sums of gradients and gathers of weights end
+AWAY = frozenset("SL")  # what is in stores and loads, and in no other action
 KINDS = ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
 
 
@@ -58,8 +59,8 @@ class Meter:
         self._live = {kind: getattr(standing, kind) for kind in (*KINDS, "away")}
         self._total = self._most = standing.total
         self.peak = standing
-        self.away = standing.away  # what the account of `standing` has put away
         self.stashes = self.most_stashes = 0
+        self.stowed = 0  # what micro-batches have put away; what stands may be away as well
 
     @property
     def now(self) -> Memory:
@@ -69,6 +70,7 @@ class Meter:
         """One that goes on from what is live now."""
         new = Meter(self.now)
         new.stashes = new.most_stashes = self.stashes
+        new.stowed = self.stowed
         return new
 
     def add(self, kind: str, size: int) -> None:
@@ -102,6 +104,25 @@ class Meter:
         self.drop("stash", held)
         self.keep(size)
 
+    def put_away(self, size: int) -> None:
+        """A stash, or what is held in place of one, is being stored; it is still here, too."""
+        self.stowed += size
+        self.add("away", size)
+
+    def let_go(self, size: int, *, counts: bool) -> None:
+        """It is stored, and its memory free; `counts`: it was a stash."""
+        self.stashes -= counts
+        self.drop("stash", size)
+
+    def fetch(self, size: int, *, counts: bool) -> None:
+        """There is room for it again."""
+        self.keep(size) if counts else self.hold(size)
+
+    def arrive(self, size: int) -> None:
+        """It is here, and nowhere else any more."""
+        self.stowed -= size
+        self.drop("away", size)
+
     def surge(self, size: int) -> None:
         """For a moment there was more: what backward recomputes."""
         self.add("stash", size)
@@ -116,8 +137,7 @@ class Meter:
         what is put away of it."""
         for kind in ("weights", "gradients", "optimizer"):
             self._change(kind, getattr(standing, kind) - self._live[kind])
-        self._change("away", standing.away - self.away)
-        self.away = standing.away
+        self._live["away"] = standing.away + self.stowed
         self._look()
 
 
@@ -150,9 +170,12 @@ class Timeline:
 
     @cached_property
     def _at_work(self) -> list[Event]:
-        """What ranks do themselves: in a simulated step, sums and gathers are the links' work."""
-        simulated = self.clock == "simulated"
-        return [e for e in self.events if not (simulated and e.action.endswith(LINKS))]
+        """What ranks do themselves: in a simulated step, sums, gathers, stores and loads are the
+        links' work."""
+        if self.clock != "simulated":
+            return list(self.events)
+        own = (e for e in self.events if not e.action.endswith(LINKS))
+        return [e for e in own if AWAY.isdisjoint(e.action)]
 
     def busy(self, rank: int) -> float:
         return sum(e.seconds for e in self._at_work if e.rank == rank)

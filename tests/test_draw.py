@@ -19,6 +19,7 @@ from gems.draw.cut.svg import svg as cut_svg
 from gems.draw.cut.text import text as cut_text
 from gems.draw.levels import levels
 from gems.draw.mark import marks
+from gems.draw.scatter import Point, front, scatter
 from gems.draw.svg import svg
 from gems.draw.table import report, table
 from gems.draw.text import text
@@ -471,3 +472,35 @@ def test_seconds_and_bytes_are_written_for_people() -> None:
     assert [size(b) for b in (12, 1536, 3 << 20, 5 << 30)] == [
         *("12 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"),
     ]
+
+
+# --- costs in two currencies ----------------------------------------------------------------------
+
+
+def test_the_front_has_what_nothing_beats_in_both_currencies() -> None:
+    lean, fast = Point("lean", "a", 10, 4), Point("fast", "b", 40, 1)
+    middle, beaten = Point("middle", "a", 20, 2), Point("beaten", "b", 20, 3)
+    same_bytes = Point("same bytes, slower", "b", 40, 1.5)
+    assert front([fast, beaten, same_bytes, middle, lean]) == [lean, middle, fast]
+
+
+def test_a_scatter_has_a_disc_per_point_and_a_hollow_one_where_it_was_predicted() -> None:
+    points = [
+        Point("keep <all>", "keep", 300, 2.5, said=(290, 2.4)),
+        Point("inputs", "keep", 150, 3.2),
+        Point("not run", "keep", float("nan"), 1.0),
+    ]
+    root = ElementTree.fromstring(scatter("bytes & seconds", points, "MiB", "seconds"))
+    discs = {c.find(f"{SVG}title").text: c for c in root.iter(f"{SVG}circle") if c.get("r") != "4"}  # type: ignore[union-attr]
+    assert set(discs) == {"keep <all>: 300, 2.5", "inputs: 150, 3.2"}
+    all_kept, inputs = discs.values()
+    assert float(all_kept.get("cx", 0)) > float(inputs.get("cx", 0))
+    assert float(all_kept.get("cy", 0)) > float(inputs.get("cy", 0))  # down is fewer seconds
+    hollow = [c for c in root.iter(f"{SVG}circle") if c.get("stroke")]
+    assert [c.find(f"{SVG}title").text for c in hollow] == ["keep <all>, predicted: 290, 2.4"]  # type: ignore[union-attr]
+    said = [t.text or "" for t in root.iter(f"{SVG}text")]
+    assert "1  keep <all>: 300, 2.5" in said and "bytes & seconds" in said
+
+
+def test_a_scatter_without_points_is_still_a_picture() -> None:
+    assert "nothing" in scatter("empty", [], "MiB", "seconds")

@@ -51,6 +51,15 @@ WHOLE = {
         stages=4, placement="fold", schedule="gpipe", keep=("inputs", BLOCKS, (), "except-last")
     ),
     "auto, inputs": Plan(stages=2, schedule="auto", micro_batches=4, keep="inputs", stashes=1),
+    "gpipe, away": Plan(stages=2, schedule="gpipe", micro_batches=8, offload="stash:disk"),
+    "units, away": Plan(stages=5, ranks=1, schedule="sequential", offload="stash"),
+    "zero-bubble, away": Plan(
+        stages=4,
+        schedule="zero-bubble",
+        micro_batches=8,
+        offload="stash",
+        keep=("all", "inputs", BLOCKS, "all"),
+    ),
 }
 CUT = {
     "rows": Plan(spatial=(2, 1)),
@@ -62,6 +71,9 @@ CUT = {
     "tiles, zero 3": Plan(stages=2, spatial=(2, 1), local_dp=2, micro_batches=2, zero=3),
     "tiles, inputs": Plan(
         stages=3, spatial=[(2, 2), (1, 2)], micro_batches=2, schedule="gpipe", keep="inputs"
+    ),
+    "tiles, away": Plan(
+        stages=2, spatial=(2, 1), micro_batches=8, schedule="gpipe", offload="stash"
     ),
     "tiles, fewer blocks": Plan(stages=2, spatial=(2, 2), micro_batches=2, keep=BLOCKS),
 }

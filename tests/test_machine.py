@@ -46,7 +46,7 @@ def numbers(machine: Machine) -> set[str]:
     found = set()
     for name, value in dataclasses.asdict(machine).items():
         if isinstance(value, dict) and name != "notes":
-            found |= {f"{name}.{n}" for n, v in value.items() if not isinstance(v, str)}
+            found |= {f"{name}.{n}" for n, v in value.items() if not isinstance(v, str | bool)}
         elif isinstance(value, int):
             found.add(name)
     return found

@@ -140,6 +140,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
     ("--data 2 --zero 2", {"zero": 2}),
     ("--offload stash:disk", {"offload": ("stash:disk",)}),
+    ("--spatial 2x1 --keep inputs --share-inputs", {"share_inputs": True}),
 ]
 SHOWN |= {
     word: "test_the_plan_is_the_one_that_was_asked_for"
@@ -309,6 +310,21 @@ def test_the_planner_chooses_within_the_memory_that_is_given(
     assert auto.plan["micro_batches"] == 2, "two per rank, as the planner likes it"
     assert main(["train", *TINY, "--auto", "1", "--memory", "1kB", "--out", str(tmp_path)]) == 1
     assert "nothing fits" in capsys.readouterr().err
+
+
+@shows("--offload-folder")
+def test_what_is_put_away_on_disk_is_in_the_folder_that_was_given(
+    tmp_path: Path, usual: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["--stages", "4", "--ranks", "1", "--schedule", "gpipe", "--offload", "stash:disk"]
+    plan += ["--offload-folder"]
+    away = trained(tmp_path / "a", *plan, tmp_path)
+    assert away.losses == pytest.approx(usual.losses, rel=1e-6)
+    nowhere = str(tmp_path / "nowhere")
+    assert main(["train", *TINY, *plan, nowhere, "--out", str(tmp_path / "b")]) == 1
+    assert f"no file can be made in {nowhere}" in capsys.readouterr().err
+    assert main(["train", *TINY, "--offload-folder", nowhere, "--out", str(tmp_path / "c")]) == 1
+    assert "puts nothing away on disk" in capsys.readouterr().err
 
 
 @shows("--machine", "--costs")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -38,6 +40,8 @@ from gems.torch.halos import with_halos
 from gems.torch.planning import Study, plan
 from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
+from gems.transport.core import Transport
+from gems.transport.local import run
 
 V100 = machine("v100")
 
@@ -374,3 +378,63 @@ def test_state_is_shared_out_where_copies_do_not_fit_and_it_says_what_that_bough
     best = replace(found, fitting=tuple(shared))
     text = explain(best)
     assert f"zero={best.best.plan.zero}: sharing the optimizer's state" in text
+
+
+# --- what waits, put away -------------------------------------------------------------------------
+
+
+def deep() -> torch.nn.Module:
+    """BatchNorm, which does not stream, and much more to keep than any one layer has."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(36):
+        layers += [torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, padding=1)]
+    head = (torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    return torch.nn.Sequential(*layers, *head)
+
+
+def measured(model: torch.nn.Module, chosen: Plan, side: int) -> int:
+    """The most bytes that a step really has live on any rank."""
+    x, y = torch.randn(1, 3, side, side), torch.zeros(1, dtype=torch.int64)
+
+    def work(transport: Transport) -> int:
+        trainer = Trainer(
+            copy.deepcopy(model), torch.nn.functional.cross_entropy,
+            lambda p: torch.optim.SGD(p, 0.1), x, chosen, transport=transport,
+        )  # fmt: skip
+        trainer.step(x, y)
+        return max(peak.total for peak in trainer.timeline().peaks)
+
+    return max(run(chosen.world, work))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_waits_is_put_away_where_nothing_else_fits(ranks: int) -> None:
+    model, cap = deep(), 3 * 2**20
+    sample = torch.empty(1, 3, 96, 96, device="meta")
+    chosen = plan(model, sample, ranks=ranks, memory=cap, micro_batches=1, state=0.0)
+    assert "stash:disk" in chosen.offload and chosen.depth > 1
+    assert chosen.cut == (ranks > 1)
+    assert re.search(r"stash.* to disk: .* are enough", chosen.why)
+    assert measured(model, chosen, 96) <= cap
+    roomy = plan(model, sample, ranks=ranks, memory="8GiB", micro_batches=1)
+    assert not roomy.offload
+
+
+def test_gpus_put_away_to_their_host() -> None:
+    sample = torch.empty(1, 3, 96, 96, device="meta")
+    chosen = plan(
+        deep(), sample, ranks=1, memory="3MiB", micro_batches=1, state=0.0, machine="v100"
+    )
+    assert "stash:host" in chosen.offload
+
+
+def test_a_model_that_does_not_fit_is_fetched_layer_by_layer() -> None:
+    """Its state alone is several times the memory."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
+    sample = torch.empty(4, 256, device="meta")
+    chosen = plan(model, sample, ranks=1, memory="3MiB", micro_batches=2)
+    assert "weights:disk" in chosen.offload
+    found = search(*Study(model, sample, machine("cpu")).graph, machine("cpu"),
+                   Wish(1, 3 * 2**20, 2), prune=False)  # fmt: skip
+    assert any(c.family == "layer to layer" and c.bytes <= 3 * 2**20 for c in found.fitting)

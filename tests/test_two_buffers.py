@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,20 +15,29 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gems.costs import Cost, Costs, Edge, unit
+from gems.cli.main import main
+from gems.costs import Cost, Costs, Edge, together, unit
 from gems.errors import GemsError, LossError, PlanError, ShapeError
+from gems.graph import Graph
 from gems.live import live
+from gems.machine import Device, Link, Machine
+from gems.planner.explain import chosen
+from gems.planner.search import Wish, search
+from gems.planner.two_buffers import step_seconds
 from gems.plans import BATCHES, Plan
 from gems.schedule.build import lowered
 from gems.schedule.check import check
 from gems.schedule.core import Action, Kind, Schedule, parse
 from gems.schedule.endless import AT_ONCE, windows
 from gems.schedule.passes import receipts
-from gems.simulation import simulate
+from gems.simulation import simulate, virtual
+from gems.timeline import Event, Timeline
 from gems.torch.adapter import OF_A_BATCH
+from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
+from tests import runs
 from tests.exact import Recordings, batches, micro_batches, part, same_state
 from tests.worlds import spawn
 
@@ -49,7 +59,7 @@ def network() -> nn.Module:
 
 
 def by_equation(
-    model: nn.Module, data: list[Any], count: int, make: Any
+    model: nn.Module, data: list[Any], count: int, make: Any, before_batch: Any = lambda *_: None
 ) -> tuple[list[float], Any]:
     """W(t+1) = W(t) - update(gradient of batch t at W(max(t-1, 0))), in one process."""
     model = copy.deepcopy(model).train()
@@ -57,7 +67,8 @@ def by_equation(
     optimizer = make(parameters)
     before = [p.detach().clone() for p in parameters]
     losses = []
-    for inputs, targets in data:
+    for t, (inputs, targets) in enumerate(data):
+        before_batch(model, t)
         newest = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for p, old in zip(parameters, before, strict=True):
@@ -65,7 +76,8 @@ def by_equation(
         total = 0.0
         for x, y, share in micro_batches(inputs, targets, count):
             loss = cross_entropy(model(x), y) * share
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             total += float(loss.detach())
         with torch.no_grad():
             for p, new in zip(parameters, newest, strict=True):
@@ -148,7 +160,32 @@ def test_a_flush_changes_nothing_but_when_things_are_done() -> None:
         same_state(state, expected[1])
 
 
-def test_batches_of_other_sizes_and_weights_that_are_frozen_for_a_while() -> None:
+def test_a_stage_may_stream() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3)]
+    model, data = nn.Sequential(*layers).double(), batches((6, 2, 6, 6), 3, 4, torch.float64)
+    plan = Plan(stages=2, micro_batches=3, stream=("2x2",), schedule="2bw")
+    expected = by_equation(model, data, 3, MAKERS["adam"])
+    losses, state = trained(plan, model, data, MAKERS["adam"])
+    assert losses == pytest.approx(expected[0], rel=1e-10)
+    same_state(state, expected[1])
+
+
+def test_a_batch_that_the_model_does_not_take_leaves_the_one_before_alone() -> None:
+    wrong = (torch.zeros(6, 2, 9, 9, dtype=torch.float64), DATA[0][1])
+
+    def work(trainer: Trainer) -> Any:
+        trainer.step(*DATA[0])
+        with pytest.raises(ShapeError, match="the model does not take inputs"):
+            trainer.step(*wrong)
+        return trainer.state_dict()
+
+    _, expected = by_equation(network(), DATA[:1], 3, MAKERS["momentum"])
+    for state in on_ranks(THREE, work):
+        same_state(state, expected)
+
+
+def test_batches_may_have_other_sizes() -> None:
     data = batches((12, 2, 6, 6), 3, 5, torch.float64)
     data[1:3] = batches((4, 2, 6, 6), 3, 1, torch.float64) + batches(
         (5, 2, 6, 6), 3, 1, torch.float64
@@ -159,6 +196,34 @@ def test_batches_of_other_sizes_and_weights_that_are_frozen_for_a_while() -> Non
     losses, state = trained(plan, network(), data, MAKERS["adam"])
     assert losses == pytest.approx(expected[0], rel=1e-10)
     same_state(state, expected[1])
+
+
+@pytest.mark.parametrize("keep", ("all", "inputs"))
+def test_weights_may_be_frozen_for_a_while_between_batches(keep: str) -> None:
+    plan, data = THREE if keep == "all" else replace(THREE, keep="inputs"), DATA[:5]
+
+    def freeze(model: nn.Module, t: int) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(t not in (0, 1) if name == "3.weight" else t != 3)
+
+    def work(trainer: Trainer) -> Any:
+        losses = []
+        for t, batch in enumerate(data):
+            if t == 2:
+                freeze(trainer.model, t)
+                with pytest.raises(GemsError, match="while a batch is under way; call flush"):
+                    trainer.step(*batch)
+            if t in (2, 3, 4) and (rest := trainer.flush()):
+                losses.append(rest.loss)
+            freeze(trainer.model, t)
+            step = trainer.step(*batch)
+            losses += [step.loss] if step.updated else []
+        return losses, trainer.state_dict()
+
+    expected = by_equation(network(), data, 3, MAKERS["momentum"], freeze)
+    for losses, state in on_ranks(plan, work):
+        assert losses == pytest.approx(expected[0][:-1], rel=1e-10)
+        same_state(state, expected[1])
 
 
 def test_dropout_does_not_depend_on_the_stages() -> None:
@@ -586,3 +651,100 @@ def test_a_batch_has_all_that_begin_sets() -> None:
         assert new - {"optimizer"} == set(OF_A_BATCH)
 
     on_ranks(Plan(schedule="2bw", micro_batches=3), work)
+
+
+# --- the planner ----------------------------------------------------------------------------------
+
+LINK = Link(1e9, 0.0)
+MACHINE = Machine("even", Device("d", 1e12, 1e12, 10**9, 0.0, 1.0, 1.0), LINK, LINK)
+
+
+def chain(weight: int = 1) -> tuple[Graph, Costs]:
+    """Eight equal layers; each sends the next 1000 bytes."""
+    layers = [nn.Linear(250, 250) for _ in range(8)]
+    graph = trace(nn.Sequential(*layers), torch.empty(1, 250)).graph
+    size = weight * 250 * 251 * 4
+    cost = Cost(1e-3, 1e-3, 1e-3, stash=1000, weights=size, gradients=size)
+    return graph, Costs((cost,) * len(graph.blocks))
+
+
+def test_the_published_rule_of_a_steps_length() -> None:
+    plan = Plan(stages=2, micro_batches=4, data=2, schedule="2bw")
+    cost = Cost(1.0, 1.0, 1.0, gradients=1e9)
+    costs = Costs((cost, cost), (Edge(0, 1, 10**8, 10**8),))
+    # The second stage gets outputs, the first gradients: 0.1 s each.
+    assert step_seconds(plan, costs, MACHINE) == pytest.approx(4 * 3.1)
+    again = replace(plan, keep="inputs")
+    assert step_seconds(again, costs, MACHINE) == pytest.approx(4 * (4 / 3 * 3 + 0.1))
+    heavy = Costs((replace(cost, gradients=2e10), cost), costs.messages)
+    assert step_seconds(plan, heavy, MACHINE) == pytest.approx(20.0)  # 2 (N - 1) / N bytes / s
+
+
+def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
+    graph, costs = chain()
+    roomy = Wish(4, 1e9, 8, schedule="2bw")
+    found = search(graph, costs, MACHINE, roomy)
+    assert {c.plan.schedule for c in (*found.fitting, *found.rest)} == {"2bw"}
+    assert (found.best.plan.data, found.best.plan.depth) == (4, 1)  # sums travel beside the work
+    # Weights in two versions, gradients, Adam's state: all of the model does not fit, a half does.
+    size = costs[0].weights
+    half = search(graph, costs, MACHINE, replace(roomy, memory=5 * 4.5 * size))
+    assert (half.best.plan.data, half.best.plan.depth) == (2, 2)
+    tight = 5 * 2 * size + 11_000
+    quarter = search(graph, costs, MACHINE, replace(roomy, memory=tight)).best
+    assert quarter.plan.depth == 4 and set(quarter.plan.keeps) != {"all"}  # it computes again
+    # A slow link: sums of four copies take longer than the forward that they run beside.
+    slow = replace(MACHINE, link=Link(1e8, 0.0))
+    deep = search(graph, costs, slow, roomy)
+    wide = next(c for c in deep.fitting if c.plan.depth == 1)
+    assert wide.seconds > step_seconds(wide.plan, Costs((together(costs.items),)), slow)
+    none = search(graph, costs, MACHINE, replace(roomy, micro_batches=3))
+    with pytest.raises(PlanError, match="3 micro-batches a step cannot be shared out"):
+        chosen(none)
+
+
+def test_the_planner_never_chooses_older_weights_by_itself() -> None:
+    graph, costs = chain()
+    found = search(graph, costs, MACHINE, Wish(2, 1e9, 4), prune=False)
+    assert "2bw" not in {c.plan.schedule for c in (*found.fitting, *found.rest)}
+
+
+def test_a_virtual_step_is_one_of_the_middle_of_a_run() -> None:
+    plan = Plan(stages=2, micro_batches=2, schedule="2bw")
+    schedule = lowered(plan)
+    window = [windows(row, {}, plan).next[1] for row in schedule.ranks]
+    costs = {"F": 1.0, "B": 2.0}
+    events = tuple(
+        Event(rank, str(a), 0.0, 0.0, costs[a.kind.value])
+        for rank, part in enumerate(window)
+        for a in part.actions
+        if a.computes
+    )
+    found = virtual(Timeline(events), schedule, plan)
+    assert found.seconds == 6.0 and found.bubble == 0
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_gems_train_notes_each_loss_at_its_step_and_resumes(tmp_path: Path) -> None:
+    """Nine samples, three of them a step, so that epochs and checkpoints end with a flush."""
+    options = ("--schedule", "2bw", "--parts", 3, "--num-epochs", 2, "--save")
+    options += ("--no-enable-evaluation",)
+    whole = runs.trained(tmp_path / "whole", *options)
+    assert whole.of("step") == [1, 2, 3, 4, 5, 6]
+    assert all(map(math.isfinite, whole.losses))
+    first = runs.trained(tmp_path / "parts", *options, "--steps", 2)
+    assert first.losses == whole.losses[:2]
+    again = runs.trained(tmp_path / "parts", *options, "--resume")
+    assert again.of("step") == [1, 2, 3, 4, 5, 6] and again.losses == whole.losses
+    assert {"timeline.json", "schedule.svg", "virtual.svg", "report.html"} <= whole.files
+
+
+def test_gems_plan_chooses_among_plans_of_one_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", "tests.tiny:net", "--image-size", "8", "--num-classes", "2"]
+    assert main(["plan", *model, "--auto", "2", "--schedule", "2bw"]) == 0
+    shown = capsys.readouterr().out
+    assert "two versions" in shown and "pipeline" not in shown
+    assert main(["plan", *model, "--auto", "2", "--schedule", "gpipe"]) == 0
+    assert "1f1b" not in capsys.readouterr().out

@@ -1,9 +1,11 @@
-"""The largest image on which one rank trains one step under a cap of live bytes.
+"""The largest image on which ranks train one step under a cap of live bytes each.
 
     PYTHONPATH=. python -m benchmarks.largest-image.run --caps 256MiB 1GiB
+    PYTHONPATH=. python -m benchmarks.largest-image.run --only "ResNet-110-v2, GEMS"
+    PYTHONPATH=. python -m benchmarks.largest-image.run --table
 
-Every side that counts was really trained on. From the largest side that fits so far the search goes
-up by a quarter, and between the last that fits and the first that does not, to one part in twenty.
+Every side in the table was really trained on. Each step is a line of the results file as soon as it
+is taken, and is not taken again; delete lines, or the file, to have them again.
 """
 
 from __future__ import annotations
@@ -11,82 +13,127 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from benchmarks.pipeline.ranks import RankError, Ranks
 from benchmarks.where import where
 from gems.draw.units import size
 from gems.machine import bytes_of
 
 from .networks import NETWORKS
-from .ways import WAYS
+from .results import Case, Results, Row, table
+from .search import Trial, largest
+from .ways import WAYS, Cannot
 
-CLOSE = 1.05
-
-
-def largest(fits: Callable[[int], bool], multiple: int, seconds: float) -> tuple[int, bool]:
-    """The largest side that fits, as far as was tried in so many seconds; and whether time ended
-    the search."""
-    start, low, high = time.monotonic(), 0, 0
-    side = 2 * multiple
-    while not high or high > max(CLOSE * low, low + multiple):
-        if time.monotonic() - start > seconds:
-            return low, True
-        if fits(side):
-            low = side
-        else:
-            high = side
-        if high:
-            side = _rounded((low + high) / 2, multiple)
-            if side in (low, high):
-                break
-        else:
-            side = _rounded(1.25 * low + multiple, multiple)
-        if high and not low and side < multiple:
-            break
-    return low, False
+log = logging.getLogger("largest")
+HERE = Path(__file__).parent
+IMAGES = {1: 1, 2: 2, 4: 2}  # of one step, by ranks: a pair is the least that runs both ways
 
 
-def _rounded(side: float, multiple: int) -> int:
-    return round(side / multiple) * multiple
+SILENT = "no answer from rank"  # what `Ranks` says when time is up
 
 
-def row(network: str, cap: float, way: str, seconds: float) -> str:
-    """One way's largest side, and what it took there."""
-    seen: dict[int, tuple[int, float]] = {}
+class Bench:
+    """Takes trials on processes that stay, and are started anew when they fail."""
 
-    def fits(side: int) -> bool:
+    def __init__(self, results: Results, longest: float) -> None:
+        self.results, self.longest = results, longest
+        self.ranks: Ranks | None = None
+
+    def row(self, network: str, ranks: int, way: str, cap: int) -> Row:
+        """The largest side of one way under one cap."""
+        case = Case(network, ranks, way, cap)
+        shared = case if WAYS[way].by_cap else Case(network, ranks, way)
+        known = self.results.trials(shared)
+
+        def tried(side: int) -> Trial:
+            trial = self.trial(shared, side, cap)
+            self.results.add_trial(shared, trial)
+            return trial
+
+        multiple = NETWORKS[network].multiple
+        square = not WAYS[way].by_cap
+        start = 128 if square else self.so_far(network, ranks, cap)
+        found = largest(
+            tried, cap, multiple, start=start, longest=self.longest, square=square,
+            known=known.values(),
+        )  # fmt: skip
+        tries = self.results.trials(shared)
+        note = found.trial.note if found.trial else tries[max(tries)].note
+        if found.first and found.trial and found.first.note != found.trial.note:
+            why = found.first.note or f"takes {size(found.first.peak or 0)}"
+            note += f"; {found.first.side}: {why}"
+        peak, seconds = (found.trial.peak, found.trial.seconds) if found.trial else (None, 0.0)
+        more = found.stopped or (found.first is not None and SILENT in found.first.note)
+        row = Row(case, found.side, peak, seconds, more, note.strip("; "))
+        self.results.add_row(row)
+        return row
+
+    def so_far(self, network: str, ranks: int, cap: int) -> int:
+        """The largest side of any way on no more ranks: where to begin."""
+        cases = [(r.side, r.case) for r in self.results.rows()]
+        mine = [s for s, c in cases if (c.network, c.cap) == (network, cap) and c.ranks <= ranks]
+        return max(mine, default=0) or 128
+
+    def trial(self, case: Case, side: int, cap: int) -> Trial:
+        """One step, or what went wrong."""
+        if self.ranks is None or self.ranks.size != case.ranks or not self.ranks._pipes:
+            self.close()
+            self.ranks = Ranks(case.ranks, timeout=1.5 * self.longest)
         start = time.monotonic()
-        peak = WAYS[way](NETWORKS[network], side, cap)
-        if peak is None or peak > cap:
-            return False
-        seen[side] = (peak, time.monotonic() - start)
-        return True
+        try:
+            images = WAYS[case.way].images or IMAGES[case.ranks]
+            peak, note = WAYS[case.way].run(self.ranks, case.network, images, side, cap)
+        except Cannot as words:
+            peak, note = None, str(words)
+        except RankError as error:
+            lines = str(error).strip().splitlines()
+            peak, note = None, lines[-1].strip()[:300]
+        took = time.monotonic() - start
+        log.info("%s: %s %s, %.0f s; %s", case, side, size(peak or 0), took, note)
+        return Trial(side, peak, round(took, 2), note)
 
-    side, stopped = largest(fits, NETWORKS[network].multiple, seconds)
-    peak, took = seen.get(side, (0, 0.0))
-    shown = f"{side}{' or more' * stopped}"
-    return f"| {network} | {size(cap)} | {way} | {shown} | {size(peak)} | {took:.1f} |"
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+        self.ranks = None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--caps", nargs="+", default=["256MiB", "1GiB"])
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--seconds", type=float, default=1800, help="of one search, about")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], choices=list(IMAGES))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:3], choices=list(NETWORKS))
+    parser.add_argument("--only", default="", help="ways whose name has this in it")
+    parser.add_argument("--longest", type=float, default=240, help="seconds of one trial, about")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--table", action="store_true", help="only print what was found so far")
     given = parser.parse_args()
+    results = Results(given.results)
+    order = (list(NETWORKS), list(WAYS))
+    if given.table:
+        print(table(results.rows(), order), end="")
+        return
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     torch.set_num_threads(1)
     print(where())
-    print("| network | cap | way | largest side | live at most | seconds, planning and step |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for network in given.networks:
-        for cap in map(bytes_of, given.caps):
-            for way in given.ways:
-                print(row(network, cap, way, given.seconds), flush=True)
+    bench = Bench(results, given.longest)
+    rows = []
+    try:
+        for network in given.networks:
+            for ranks in given.ranks:
+                for way in WAYS:
+                    if given.only not in way or ranks not in WAYS[way].ranks:
+                        continue
+                    for cap in map(bytes_of, given.caps):
+                        rows.append(bench.row(network, ranks, way, round(cap)))
+    finally:
+        bench.close()
+    print(table(rows, order), end="")
 
 
 if __name__ == "__main__":

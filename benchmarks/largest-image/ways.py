@@ -1,117 +1,107 @@
-"""Ways to train one step on one image. Each says what was live at most, counted alike for all.
+"""Ways to train one step on large images. Each takes a step for real, on processes of its own.
 
-A way is a function of a network, a side and a cap. It really takes a step, and gives the bytes that
-were live at most: weights, gradients, activations, the target, and of the image what it holds. It
-gives None if it knows beforehand that it cannot. A peer is one more function and one more entry.
+A way is one function and one entry: `way(ranks, network, images, side, cap)` gives the bytes that
+were live at most on the fullest rank, counted alike for all, and says how; or raises `Cannot`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from benchmarks.pipeline.livebytes import LiveBytes
+from benchmarks.pipeline.ranks import RankError, Ranks
 from gems.draw.units import size
 from gems.errors import PlanError
-from gems.machine import machine
 from gems.planner.explain import describe
-from gems.planner.search import Wish
-from gems.torch.planning import Study
-from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.plans import Plan
 
-from .networks import Network
+from . import ours, peer, plain, streaming
 
 log = logging.getLogger(__name__)
-Tensor = torch.Tensor
-Way = Callable[[Network, int, float], int | None]
+Done = tuple[int, str]  # bytes, and how
+Run = Callable[[Ranks, str, int, int, float], Done]
 
 
-class Image:
-    """Pixels that are made when they are asked for, as a file's are read."""
-
-    dtype = "float32"
-
-    def __init__(self, side: int) -> None:
-        self.shape = (1, 3, side, side)
-
-    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        return torch.ones([len(range(n)[s]) for n, s in zip(self.shape, box, strict=True)])
+class Cannot(Exception):
+    """This way knows that it cannot take this step."""
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.01)
+@dataclass(frozen=True)
+class Way:
+    """`ranks` are the numbers of them that it is tried on; `by_cap`, whether the cap changes what
+    it does; `images` of a step, if not as many as the others take."""
+
+    run: Run
+    ranks: tuple[int, ...]
+    by_cap: bool = False
+    images: int = 0
 
 
-def standing(model: nn.Module, target: Tensor) -> int:
-    """What is there before the step: weights, buffers and the target."""
-    tensors = (*model.parameters(), *model.buffers(), target)
-    return sum(x.numel() * x.element_size() for x in tensors)
+def _plain(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
+    return max(ranks.run(plain.trained, name, images, side, False)), ""
 
 
-def plain(network: Network, side: int, cap: float) -> int | None:
-    """PyTorch itself."""
-    model, target = network.make(), network.target(side)
-    optimizer = sgd(list(model.parameters()))
-    with LiveBytes() as live:
-        image = torch.ones(1, 3, side, side)
-        network.loss(model(image), target).backward()
-        optimizer.step()
-    return live.peak + standing(model, target)
+def _checkpointed(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
+    return max(ranks.run(plain.trained, name, images, side, True)), "every block checkpointed"
 
 
-def checkpointed(network: Network, side: int, cap: float) -> int | None:
-    """PyTorch itself with torch.utils.checkpoint around every child of a Sequential."""
-    model, target = network.make(), network.target(side)
-    if not isinstance(model, nn.Sequential):
-        return None
-    optimizer, again = sgd(list(model.parameters())), torch.utils.checkpoint.checkpoint_sequential
-    with LiveBytes() as live:
-        image = torch.ones(1, 3, side, side)
-        output = again(model, round(len(model) ** 0.5), image, use_reentrant=False)
-        network.loss(output, target).backward()
-        optimizer.step()
-    return live.peak + standing(model, target)
+def _pipelining(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
+    order = peer.schedule(ranks.size, images).__name__.removeprefix("Schedule")
+    return max(ranks.run(peer.trained, name, images, side)), f"{order}, every block checkpointed"
 
 
-LESS = (1.0, 0.85, 0.7, 0.5)  # of the cap: what is live inside a layer is not in the plan's account
+def _lightstream(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
+    peaks = ranks.run(streaming.trained_or_words, name, images, side, cap)
+    if isinstance(peaks[0], str):
+        raise Cannot(peaks[0])
+    return peaks[0]
 
 
-def ours(network: Network, side: int, cap: float) -> int | None:
-    """The plan that the planner chooses for one rank and this side; given less than the cap until
-    it really fits."""
-    found = None
-    for part in LESS:
-        found = planned(network, side, part * cap)
-        if found is None or found <= cap:
-            break
-    return found
-
-
-def planned(network: Network, side: int, memory: float) -> int | None:
-    model, target = network.make(), network.target(side)
-    sample = torch.empty(1, 3, side, side, device="meta")
-    study = Study(model, sample, machine("cpu"), costs="estimate")
+def _published(
+    make: Callable[[str, int, int], Plan], ranks: Ranks, name: str, images: int, side: int
+) -> Done:
     try:
-        plan = study.plan(Wish(1, memory - target.numel() * target.element_size(), 1, state=0.0))
-    except PlanError:
-        return None
-
-    def step(transport: Transport) -> int:
-        trainer = Trainer(
-            model, network.loss, sgd, sample, plan, transport=transport, costs="estimate"
-        )
-        with LiveBytes() as live:
-            trainer.step(Image(side), target)
-        return live.peak + standing(model, target)
-
-    found = run(1, step)[0]
-    log.info("%s: %s, %s", side, describe(plan), size(found))
-    return found
+        plan = make(name, ranks.size, images)
+    except PlanError as error:
+        raise Cannot(str(error)) from error
+    return max(ranks.run(ours.trained, name, images, side, plan)), describe(plan)
 
 
-WAYS: dict[str, Way] = {"PyTorch": plain, "PyTorch, checkpointed": checkpointed, "GEMS": ours}
+def _gems(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
+    """The first of the planner's plans for this side that really fits; or the leanest."""
+    best: Done | None = None
+    for plan in ours.plans(name, ranks.size, images, side, cap):
+        peak = max(ranks.run(ours.trained, name, images, side, plan))
+        log.info("  %s: %s takes %s", side, describe(plan), size(peak))
+        if best is None or peak < best[0]:
+            best = peak, describe(plan)
+        if peak <= cap:
+            break
+    if best is None:
+        raise Cannot("the planner knows no plan that fits")
+    return best
+
+
+WAYS = {
+    "PyTorch": Way(_plain, (1,)),
+    "PyTorch, checkpointed": Way(_checkpointed, (1,)),
+    "lightstream": Way(_lightstream, (1,), by_cap=True),
+    "torch.distributed.pipelining, checkpointed": Way(_pipelining, (2, 4)),
+    "torch.distributed.pipelining, checkpointed, one image": Way(_pipelining, (2, 4), images=1),
+    "published GEMS, by our engine": Way(
+        lambda ranks, name, images, side, cap: _published(
+            ours.published, ranks, name, images, side
+        ),
+        (2, 4),
+    ),
+    "published GEMS + spatial, by our engine": Way(
+        lambda ranks, name, images, side, cap: _published(
+            ours.published_spatial, ranks, name, images, side
+        ),
+        (2, 4),
+    ),
+    "GEMS": Way(_gems, (1, 2, 4), by_cap=True),
+}
+
+__all__ = ["WAYS", "Cannot", "RankError", "Way"]

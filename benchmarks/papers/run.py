@@ -10,7 +10,7 @@ import argparse
 import importlib
 from time import perf_counter
 
-PAPERS = ("torchgpipe", "zerobubble", "hyfi", "master", "hybrid", "zero")
+PAPERS = ("torchgpipe", "zerobubble", "hyfi", "master", "hybrid", "zero", "twobuffers")
 
 
 def main() -> None:

@@ -77,6 +77,7 @@ class Job:
         )
         self.first = self.trainer.rank == 0
         self.pace = Pace()
+        self.late = self.trainer.endless is not None  # losses come one step later
 
     # --- setting up -----------------------------------------------------------------------------
 
@@ -199,13 +200,18 @@ class Job:
                 rate = self._rate
                 step = self.trainer.step(images, targets)
                 self.within += 1
-                self._note(step, rate, show)
-                if step.interrupted:
+                self._note(step, rate, show, self.trainer.steps - self.late)
+                stop = step.interrupted
+                if stop or (every and self.trainer.steps % every == 0):
+                    stop = self._drained(show) or stop
+                if stop:
                     return True
                 if every and self.trainer.steps % every == 0:
                     self._save()
                 if self._enough():
                     break
+            if self._drained(show):
+                return True
             self._turn()
             if (over := not self._unfinished()) and self.pace.steps:
                 self.timeline = self.trainer.timeline()
@@ -217,6 +223,13 @@ class Job:
             self._judge()
             self._save()
         return False
+
+    def _drained(self, show: Any) -> bool:
+        """With 2BW, the batch under way comes to its end. Whether it was interrupted."""
+        rate, step = self._rate, self.trainer.flush()
+        if step is not None:
+            self._note(step, rate, show, self.trainer.steps)
+        return step is not None and step.interrupted
 
     def _turn(self) -> None:
         """To the next epoch, if this one is over."""
@@ -236,13 +249,16 @@ class Job:
         """The learning rate of the next update."""
         return self.trainer.optimizer.param_groups[0]["lr"] if self.trainer.optimizer else 0.0
 
-    def _note(self, step: Step, rate: float, show: Any) -> None:
+    def _note(self, step: Step, rate: float, show: Any, number: int) -> None:
+        """Of the step with this number, which with 2BW is the one before."""
         self.pace.add(step.samples, step.seconds)
+        if math.isnan(step.loss):  # there was none before
+            return
         show(f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}")
         numbers = {"loss": step.loss, "learning_rate": rate, "images_per_second": self.pace.now}
         if step.norm is not None:
             numbers["gradient_norm"] = step.norm
-        self.journal.note("train", self.trainer.steps, epoch=self.epoch, **numbers)
+        self.journal.note("train", number, epoch=self.epoch, **numbers)
 
     def _judge(self) -> None:
         """Metrics of the samples held out; the best so far is kept."""
@@ -322,6 +338,7 @@ def trainer_from(
         precision=given.precision,
         seed=given.seed,
         backend=given.backend,
+        offload_folder=given.offload_folder,
         **more,
     )
 

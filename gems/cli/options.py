@@ -178,6 +178,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="what is put away while it is not needed: stash, weights (and the optimizer's state), "
         "optimizer; to the host (default) or on disk: stash:disk,optimizer",
     )
+    put(
+        "--share-inputs",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="tiles keep what all of them have as a whole to compute from it again in parts",
+    )
     put("--plan", type=Path, metavar="FILE", help="a plan from a file instead (see gems plan)")
 
 
@@ -223,6 +229,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         stream=tuple(filter(None, given.stream.split(","))),
         zero=given.zero,
         offload=offload_of(given.offload),
+        share_inputs=given.share_inputs,
     )
 
 

@@ -23,8 +23,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="choose or write out a plan",
-        description=f"{__doc__} With --auto RANKS the planner searches and says why; without it, "
-        "the plan options are taken as they are and its stages are written out.",
+        description=f"{__doc__} With --auto RANKS the planner searches and says why, among plans "
+        "of --schedule if that is given (2bw only then); without it, the plan options are taken as "
+        "they are and its stages are written out.",
     )
     add_model(parser)
     add_plan(parser)
@@ -57,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
         from gems.torch.planning import choose
 
         options = (given.memory, given.micro_batches, given.objective)
-        plan, study = choose(study, given.auto, *options)
+        plan, study = choose(study, given.auto, *options, schedule=given.schedule or "")
         print(plan.explain())
     elif given.objective != "time" or given.micro_batches:
         raise PlanError("--objective and --micro-batches are for the planner: give --auto too")

@@ -89,6 +89,12 @@ def add_running(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="begin with this: a checkpoint of GEMS under any plan, or weights (.pt, .safetensors)",
     )
+    put(
+        "--offload-folder",
+        type=Path,
+        metavar="DIR",
+        help="for files of what is put away on disk (default: the temporary folder)",
+    )
     put("--verbose", action=argparse.BooleanOptionalAction, default=False, help="tell more")
 
 

@@ -1,7 +1,8 @@
 """A step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process per rank, with a thread for compute and one for messages and sums of gradients, a
-counter of live bytes by kind, and arrows from a send to the work that it feeds.
+One process per rank, with a thread for compute, one for messages and sums of gradients, and one for
+memory that is put away; a counter of live bytes by kind, and arrows from a send to the work that it
+feeds.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from gems.draw.compare import aligned, difference, names
 from gems.draw.mark import Mark, marks
 from gems.draw.units import heading, stages_of
 from gems.plans import Plan
+from gems.schedule.core import Kind
 from gems.timeline import KINDS, Timeline
 
-COMPUTE, MESSAGES = 0, 1  # threads
+COMPUTE, MESSAGES, AWAY = 0, 1, 2  # threads
+LANES = ("compute", "messages", "memory put away")
 MICRO = 1e6  # the format counts microseconds; a unit of unit costs is shown as a second
 
 Entry = dict[str, Any]
@@ -32,7 +35,8 @@ def chrome(
     for n, (side, name) in enumerate(zip(sides, called, strict=True)):
         pids = [rank * len(sides) + n for rank in range(side.ranks)]
         found = marks(side)
-        entries += _named(pids, name, plan)
+        lanes = LANES if any(_thread(mark) == AWAY for mark in found) else LANES[:AWAY]
+        entries += _named(pids, name, plan, lanes)
         entries += [_slice(mark, pids) for mark in found]
         entries += _counters(side, pids)
         entries += _flows(found, pids, plan, first=len(entries))
@@ -44,7 +48,7 @@ def chrome(
     )
 
 
-def _named(pids: list[int], name: str, plan: Plan | None) -> list[Entry]:
+def _named(pids: list[int], name: str, plan: Plan | None, lanes: tuple[str, ...]) -> list[Entry]:
     entries = []
     for rank, pid in enumerate(pids):
         called = f"rank {rank}{name}" + (f" · {stages_of(plan, rank)}" if plan else "")
@@ -52,7 +56,7 @@ def _named(pids: list[int], name: str, plan: Plan | None) -> list[Entry]:
             ("process_name", 0, {"name": called}),
             ("process_sort_index", 0, {"sort_index": pid}),
         ]
-        for thread, lane in ((COMPUTE, "compute"), (MESSAGES, "messages")):
+        for thread, lane in enumerate(lanes):
             about.append(("thread_name", thread, {"name": lane}))
             about.append(("thread_sort_index", thread, {"sort_index": thread}))
         entries += [
@@ -63,8 +67,13 @@ def _named(pids: list[int], name: str, plan: Plan | None) -> list[Entry]:
 
 
 def _place(mark: Mark, pids: list[int]) -> Entry:
-    thread = COMPUTE if mark.action.computes else MESSAGES
-    return {"pid": pids[mark.event.rank], "tid": thread}
+    return {"pid": pids[mark.event.rank], "tid": _thread(mark)}
+
+
+def _thread(mark: Mark) -> int:
+    if mark.action.kind in (Kind.STORE, Kind.LOAD):
+        return AWAY
+    return COMPUTE if mark.action.computes else MESSAGES
 
 
 def _slice(mark: Mark, pids: list[int]) -> Entry:

@@ -20,19 +20,19 @@ def curves(title: str, series: Mapping[str, Points]) -> str:
     if not shown:
         return page(WIDTH, HEIGHT, title, [*body, words(LEFT, HEIGHT / 2, "nothing", fill=SOFT)])
     xs, ys = zip(*(point for points in shown.values() for point in points), strict=True)
-    ticks, first, last = _ticks(min(ys), max(ys)), min(xs), max(xs)
+    marks, first, last = ticks(min(ys), max(ys)), min(xs), max(xs)
     across = (WIDTH - LEFT - RIGHT) / ((last - first) or 1)
-    up = (HEIGHT - TOP - BOTTOM) / (ticks[-1] - ticks[0])
+    up = (HEIGHT - TOP - BOTTOM) / (marks[-1] - marks[0])
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - first) * across, HEIGHT - BOTTOM - (y - ticks[0]) * up
+        return LEFT + (x - first) * across, HEIGHT - BOTTOM - (y - marks[0]) * up
 
-    for tick in ticks:
+    for tick in marks:
         _, y = place(first, tick)
         body.append(line(LEFT, y, WIDTH - RIGHT, y))
         body.append(words(LEFT - 6, y + 4, f"{tick:.4g}", 11, SOFT, "end"))
     for x in dict.fromkeys((first, last)):
-        body.append(words(place(x, ticks[0])[0], HEIGHT - 8, f"{x:g}", 11, SOFT, "middle"))
+        body.append(words(place(x, marks[0])[0], HEIGHT - 8, f"{x:g}", 11, SOFT, "middle"))
     for points, colour in zip(shown.values(), STAGES, strict=False):
         spots = [place(*point) for point in points]
         body.append(steps(spots, colour))
@@ -43,7 +43,7 @@ def curves(title: str, series: Mapping[str, Points]) -> str:
     return page(WIDTH, HEIGHT, title, body)
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Three to six round numbers that hold the values between them."""
     if low == high:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2

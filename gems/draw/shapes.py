@@ -18,6 +18,9 @@ ACTIONS = {
     "+": ("sum of gradients", "#7b3fa0", "#7b3fa0"),
     "G": ("gather of weights", "#a0527b", "#a0527b"),
     "D": ("drop of weights", "#8a94a0", "#8a94a0"),
+    "S": ("store", "#8f6b1d", "#d8c08a"),
+    "L": ("load", "#3d7f4f", "#a9d3b3"),
+    "U": ("update of weights", "#3d3a8c", "#3d3a8c"),
     ">": ("message", "#52606d", "#9aa5b1"),
 }
 MEMORY = {
@@ -70,6 +73,12 @@ def steps(points: list[tuple[float, float]], stroke: str) -> str:
     """A line through the points."""
     path = "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in points)
     return f'<path d="{path}" fill="none" stroke="{stroke}" stroke-width="1.4"/>'
+
+
+def dot(x: float, y: float, radius: float, fill: str, tip: str, more: str = "") -> str:
+    """A disc that says what it is when pointed at."""
+    drawn = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"'
+    return f"{drawn}{' ' + more if more else ''}><title>{escape(tip)}</title></circle>"
 
 
 def area(points: list[tuple[float, float]], fill: str, tip: str) -> str:

@@ -76,6 +76,22 @@ class Adapter(Protocol):
         """Let go of all weights of a stage but the own part."""
         ...
 
+    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+        """Begin to put away what a micro-batch keeps on a stage."""
+        ...
+
+    def let_go(self, stage: int, micro_batch: int) -> None:
+        """That is stored: its memory may go."""
+        ...
+
+    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+        """Make room for it, and begin to fetch it."""
+        ...
+
+    def arrive(self, stage: int, micro_batch: int) -> None:
+        """It is here again."""
+        ...
+
     def stash(self, stage: int, micro_batch: int) -> int:
         """Bytes that are kept for backward now, after forward or after recomputation."""
         ...

@@ -11,6 +11,7 @@ from gems.engine.adapter import Adapter, Tensors
 from gems.errors import note
 from gems.plans import Plan
 from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
+from gems.schedule.offload import Storing
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Event, Memory, Meter, Timeline
 from gems.transport.core import Handle, Transport
@@ -49,6 +50,8 @@ class Engine:
         self.sending: dict[tuple[Message, int], tuple[int, list[Handle]]] = {}
         self.sums: list[tuple[int, list[Handle]]] = []
         self.gathering: dict[int, list[Handle]] = {}
+        self.storing: tuple[Storing, list[Handle]] | None = None
+        self.loading: dict[tuple[int, int], list[Handle]] = {}
 
     def run(
         self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
@@ -94,6 +97,14 @@ class Engine:
     def _compute(self, action: Action) -> None:
         for handle in self.gathering.pop(action.stage, ()):
             handle.wait()
+        if self.storing is not None and not self.storing[0].travels():
+            self._let_go_stored()
+        key = action.stage, action.micro_batch
+        if key in self.loading:
+            for handle in self.loading.pop(key):
+                handle.wait()
+            self.adapter.arrive(*key)
+            self.meter.arrive(self.adapter.stash(*key))
         COMPUTE[action.kind](self, action)
 
     def _forward(self, action: Action) -> None:
@@ -281,8 +292,44 @@ class Engine:
 
         self._stamped(action, work)
 
+    # --- memory put away ----------------------------------------------------------------------
+
+    def _store(self, action: Action) -> None:
+        self._let_go_stored()
+        s, i = action.stage, action.micro_batch
+
+        def work() -> None:
+            self.meter.put_away(self.adapter.stash(s, i))
+            self.storing = (Storing(s, i), self.adapter.store(s, i))
+
+        self._stamped(action, work)
+
+    def _load(self, action: Action) -> None:
+        self._let_go_stored()
+        s, i = action.stage, action.micro_batch
+
+        def work() -> None:
+            counts = not self.plan.recomputes(s, i)
+            self.meter.fetch(self.adapter.stash(s, i), counts=counts)
+            self.loading[s, i] = self.adapter.load(s, i)
+
+        self._stamped(action, work)
+
+    def _let_go_stored(self) -> None:
+        """The store under way must be through by now; what it took away is gone from here."""
+        if self.storing is None:
+            return
+        storing, handles = self.storing
+        for handle in handles:
+            handle.wait()
+        s, i = storing.stage, storing.micro_batch
+        self.adapter.let_go(s, i)
+        self.meter.let_go(self.adapter.stash(s, i), counts=not self.plan.recomputes(s, i))
+        self.storing = None
+
     def _finish(self) -> None:
         self.at = "the end"
+        self._let_go_stored()
         self._let_go(list(self.sending))
         self._settle_sums()
         self.meter.settle(self.adapter.standing())
@@ -318,4 +365,6 @@ RUN: dict[Kind, Do] = {
     Kind.GATHER: Engine._gather,
     Kind.DROP: Engine._drop,
     Kind.UPDATE: Engine._update,
+    Kind.STORE: Engine._store,
+    Kind.LOAD: Engine._load,
 }

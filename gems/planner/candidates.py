@@ -9,10 +9,11 @@ from itertools import takewhile
 from gems.graph import Graph
 from gems.grid import square
 from gems.keep import Keep
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
+APART = (4, 16, 64, 128)  # the same, of which one or two are here at a time
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -24,11 +25,17 @@ class Choice:
     plan: Plan
 
 
-def choices(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
-    """Plans that take so many ranks and do so many micro-batches per step, over all copies."""
+def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") -> Iterator[Choice]:
+    """Plans that take so many ranks and do so many micro-batches per step, over all copies.
+
+    All of one schedule, or of all that train as one device does: 2BW must be asked for.
+    """
+    make = _endless if schedule == ENDLESS else _one_copy
     for copies in _divisors(ranks):
         if micro_batches % copies == 0:
-            for choice in _one_copy(graph, ranks // copies, micro_batches // copies):
+            for choice in make(graph, ranks // copies, micro_batches // copies):
+                if schedule and choice.plan.schedule != schedule:
+                    continue
                 if choice.plan.depth <= len(graph.blocks):
                     yield Choice(
                         choice.family + (", copies" if copies > 1 and ranks != copies else ""),
@@ -42,6 +49,43 @@ def recomputing(choice: Choice) -> Iterator[Choice]:
     if plan.depth > 1 and plan.schedule not in BY_SAMPLE:
         yield Choice(family, replace(plan, keep=_inputs(plan)))
     yield Choice(family, replace(plan, keep="auto"))
+
+
+def putting_away(choice: Choice, blocks: int, place: str) -> Iterator[Choice]:
+    """The same with what waits put away to a `place`: what is kept for backward, as it is or inputs
+    only; weights that do not run; both. Ranks that have all of the model are given it in stages,
+    even in memory, to have one or two of them here at a time; L2L fetches each of them twice a
+    step, whatever there is to do."""
+    plan, family = choice.plan, f"{choice.family}, put away"
+    if plan.zero or plan.schedule == ENDLESS:
+        return
+    for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
+        yield Choice(family, replace(cut, offload=f"stash:{place}"))
+        if plan.schedule not in BY_SAMPLE or cut.depth > 1:
+            less = replace(cut, keep=_inputs(cut))
+            yield Choice(family, less)
+            yield Choice(family, replace(less, offload=f"stash:{place}"))
+        if any(len(on) > 1 for on in cut.stages_on):
+            yield Choice(family, replace(cut, offload=f"weights:{place}"))
+            both = (f"stash:{place}", f"weights:{place}")
+            yield Choice(family, replace(cut, offload=both))
+            yield Choice(family, replace(cut, keep=_inputs(cut), offload=both))
+        if cut.ranks == 1:
+            one = replace(cut, schedule="l2l", offload=f"weights:{place}")
+            yield Choice("layer to layer", one)
+
+
+def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
+    """A plan of one stage in several, on the same ranks."""
+    team = tuple(range(plan.ranks))
+    for stages in (n for n in APART if n <= blocks):
+        yield replace(
+            plan,
+            stages=stages,
+            spatial=plan.spatial * stages,
+            placement=(team,) * stages if plan.cut else "straight",
+            balance="memory",
+        )
 
 
 def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
@@ -81,7 +125,7 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
     """The same with its state shared out over the ranks that hold a stage (ZeRO), as little as will
     do first. A copy on one rank is cut into stages, to have one of them whole at a time."""
     plan, family = choice.plan, f"{choice.family}, shared state"
-    if all(len(holders) == 1 for holders in plan.holders):
+    if plan.schedule == ENDLESS or all(len(holders) == 1 for holders in plan.holders):
         return
     for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
         yield Choice(family, replace(plan, zero=zero))
@@ -92,11 +136,18 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
 
 def _inputs(plan: Plan) -> Keep:
     """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
-    return (*("inputs",) * (plan.depth - 1), "all") if plan.schedule == "1f1b" else "inputs"
+    return (
+        (*("inputs",) * (plan.depth - 1), "all") if plan.schedule in ("1f1b", ENDLESS) else "inputs"
+    )
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _endless(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
+    if m >= ranks:
+        yield Choice("two versions", Plan(stages=ranks, micro_batches=m, schedule=ENDLESS))
 
 
 def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:

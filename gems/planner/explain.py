@@ -24,7 +24,15 @@ def describe(plan: Plan) -> str:
         rest += f", streams {streams(plan)}"
     if plan.zero:
         rest += f", zero={plan.zero}"
+    if plan.offload:
+        rest += f", {' and '.join(_away(plan))} away"
     return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}{rest}"
+
+
+def _away(plan: Plan) -> list[str]:
+    """What is put away; that the optimizer goes with the weights need not be said."""
+    found = [part.partition(":")[0] for part in plan.offload]
+    return [what for what in found if what != "optimizer" or "weights" not in found]
 
 
 def streams(plan: Plan) -> str:
@@ -90,6 +98,8 @@ def explain(found: Found, samples: int = 1) -> str:
         lines.append(streaming_bought(found))
     if best and best[0].plan.zero:
         lines.append(shared(found))
+    if best and best[0].plan.offload:
+        lines.append(put_away(found))
     lines += [
         f"not possible: {family}: {_first_line(why)}"
         for family, why in found.refused
@@ -122,6 +132,18 @@ def streaming_bought(found: Found) -> str:
     others += [p.bytes for p in found.pruned if not p.plan.stream]
     text = f"streaming {streams(best.plan)}: {size(best.bytes)} are enough"
     return f"{text} where the leanest without takes {size(min(others))}" if others else text
+
+
+def put_away(found: Found) -> str:
+    """What the best plan gains by what it puts away."""
+    best = found.best
+    others = [c.bytes for c in (*found.fitting, *found.rest) if not c.plan.offload]
+    others += [p.bytes for p in found.pruned if not p.plan.offload]
+    where = best.plan.offload[0].partition(":")[2]
+    text = f"{' and '.join(_away(best.plan))} to {where}: {size(best.bytes)} are enough"
+    if others and min(others) > best.bytes:
+        return f"{text} where the leanest without takes {size(min(others))}"
+    return f"{text}, and what fits without takes longer"
 
 
 def shared(found: Found) -> str:

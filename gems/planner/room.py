@@ -17,7 +17,7 @@ from gems.costs import Cost, Costs
 from gems.graph import Graph, around
 from gems.keep import Kept
 from gems.planner.underway import kept
-from gems.plans import BIDIRECTIONAL, Plan
+from gems.plans import BIDIRECTIONAL, ENDLESS, Plan
 from gems.recompute import again, footprint, kept_of, runs
 from gems.zero import needed, share
 
@@ -43,8 +43,9 @@ def fitted(
     standing = []
     for stage, mine in enumerate(blocks):
         cost = Cost(weights=graph.held(mine), gradients=graph.trained(mine))
-        shares = [share(cost, plan.zero, plan.sharers(stage))]
-        standing.append(needed(shares, state) + _boundary(graph, mine))
+        shares = [share(cost, plan.zero, plan.sharers(stage), away=plan.away)]
+        twice = cost.gradients if plan.schedule == ENDLESS else 0.0  # in two versions
+        standing.append(needed(shares, state) + twice + _boundary(graph, mine))
     workspace = [max((costs[i].workspace for i in mine), default=0.0) for mine in blocks]
     counts, keeps = kept(plan), list(plan.keeps)
     for stage, keep in enumerate(plan.keeps):

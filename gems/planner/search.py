@@ -12,13 +12,22 @@ from gems.errors import PlanError
 from gems.graph import Graph
 from gems.machine import Machine
 from gems.planner.assign import stages, written
-from gems.planner.candidates import Choice, choices, recomputing, sharing, streaming
+from gems.planner.candidates import (
+    Choice,
+    choices,
+    putting_away,
+    recomputing,
+    sharing,
+    streaming,
+)
 from gems.planner.coarse import coarse, finer
 from gems.planner.room import fitted
+from gems.planner.two_buffers import step_seconds
 from gems.planner.underway import held, kept
-from gems.plans import Plan
+from gems.plans import ENDLESS, Plan
 from gems.price import price
 from gems.schedule.build import build
+from gems.schedule.core import Kind
 from gems.schedule.greedy import least
 from gems.schedule.passes import lower
 from gems.simulation import simulate
@@ -27,13 +36,15 @@ from gems.zero import needed, share
 
 TIE = 1.05  # predictions that are closer than this say nothing
 FEW = 256  # blocks that are cut in any way a search may want
+MANY = 4 * FEW  # for one rank, which leaves little to look for
 
 
 @dataclass(frozen=True)
 class Wish:
     """What is asked for: so many ranks, bytes on each of them, micro-batches per step.
 
-    `state` is what the optimizer keeps, in units of the gradients.
+    `state` is what the optimizer keeps, in units of the gradients; `schedule` the only one wanted,
+    or any that trains as one device does.
     """
 
     ranks: int
@@ -41,6 +52,7 @@ class Wish:
     micro_batches: int
     objective: str = "time"
     state: float = 2.0
+    schedule: str = ""
 
     @classmethod
     def on(
@@ -123,12 +135,12 @@ def search(
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
     What does not fit is tried again with its state shared out, then with less kept for backward,
-    and if nothing fits then, one part of the image after the other; where memory is the objective,
-    all of that is. If any plan that fits is `enough`, stop at the first. Without `prune`, none is
-    left out.
+    then with what waits put away, and if nothing fits then, one part of the image after the other;
+    where memory is the objective, all of that is. If any plan that fits is `enough`, stop at the
+    first. Without `prune`, none is left out.
     """
     fine = graph
-    graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks))
+    graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks) if wish.ranks > 1 else MANY)
     fitting: list[Candidate] = []
     rest: list[Candidate] = []
     refused: dict[str, str] = {}
@@ -185,18 +197,29 @@ def search(
                 found |= tried(more)
         return found
 
-    options = list(choices(graph, wish.ranks, wish.micro_batches))
+    options = list(choices(graph, wish.ranks, wish.micro_batches, wish.schedule))
+    if not options:
+        refused[wish.schedule or "any"] = (
+            f"{wish.micro_batches} micro-batches a step cannot be shared out over copies of it"
+            + ", each with one per stage or more" * (wish.schedule == ENDLESS)
+            + f"; ask for {wish.ranks}, or a multiple"
+        )
     large = tried(options)
-    blocks = len(graph.blocks)
+    blocks, elsewhere = len(graph.blocks), machine.elsewhere
     if by_time:
+        plain = dict(large)
         large |= leaner(large, lambda choice: sharing(choice, blocks), of_state=True)
         leaner(large, recomputing)
+        leaner(plain, lambda choice: putting_away(choice, blocks, elsewhere))
     else:
         shared = [more for choice in options for more in sharing(choice, blocks)]
         tried(shared)
         tried(less for choice in (*options, *shared) for less in recomputing(choice))
+        if not (fitting and enough):
+            tried(c for choice in options for c in putting_away(choice, blocks, elsewhere))
     if not (fitting and (by_time or enough)):
-        tried(streaming(graph, wish.ranks, wish.micro_batches))
+        parts = streaming(graph, wish.ranks, wish.micro_batches)
+        tried(c for c in parts if wish.schedule in ("", c.plan.schedule))
     return Found(
         wish,
         tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
@@ -226,7 +249,12 @@ def _bounded(
         except PlanError as error:
             refused.setdefault(choice.family, str(error))
             continue
-        seconds, sizes = least(plan.one_copy(), staged), _least_bytes(plan, staged, wish)
+        seconds = (
+            step_seconds(plan, staged, machine)
+            if plan.schedule == ENDLESS
+            else least(plan.one_copy(), staged)
+        )
+        sizes = _least_bytes(plan, staged, wish)
         predict = _Predict(choice.family, plan, staged, machine, wish)
         found.append((choice, Pruned(choice.family, plan, seconds, *sizes), predict))
     by_time = wish.objective == "time"
@@ -255,7 +283,7 @@ def _cut(
         if plan.keep == "auto":  # what is kept hangs on how many micro-batches are under way
             order = (plan.schedule, plan.micro_batches, plan.placement)
         shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep)
-        shape += (plan.stream, cap, order)
+        shape += (plan.stream, plan.balance, plan.offload, cap, order)
         if plan.zero and order:  # what is shared out, and among how many
             shape = (*shape, plan.zero, plan.data)
         if shape not in known:
@@ -282,8 +310,10 @@ def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
 
 def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
     """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
-    shares = [share(staged[s], plan.zero, plan.sharers(s)) for s in on]
-    return needed(shares, wish.state)
+    on = tuple(on)
+    shares = [share(staged[s], plan.zero, plan.sharers(s), away=plan.away) for s in on]
+    twice = sum(staged[s].gradients for s in on) if plan.schedule == ENDLESS else 0.0
+    return needed(shares, wish.state) + twice
 
 
 def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
@@ -291,11 +321,12 @@ def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
     what the one with the largest stash needs for that alone."""
     keeps, inputs = kept(plan), held(plan)
     most = largest = 0.0
+    stored = bool(plan.put_away("stash"))
     for on in plan.stages_on[: plan.ranks]:
         stash = max(
-            keeps[s] / len(on) * staged[s].stash
+            (1.0 if stored else keeps[s] / len(on)) * staged[s].stash
             + staged[s].surge
-            + max(inputs[s] - 1, 0) * staged.received(s)
+            + max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
             for s in on
         )
         most = max(most, _state(plan, on, staged, wish) + stash)
@@ -317,17 +348,21 @@ class _Predict:
         one, copies = self.plan.one_copy(), self.plan.data
         room = self.wish.memory - _standing(self.plan, self.staged, self.wish)
         order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
-        timeline = simulate(
-            lower(order, one, copies), one, self.staged, self.machine, self.wish.state, copies
-        )
+        lowered = lower(order, one, copies)
+        if one.put_away("stash") and not any(a.kind is Kind.STORE for _, a in lowered):
+            raise PlanError("nothing waits long enough for its backward to be put away")
+        timeline = simulate(lowered, one, self.staged, self.machine, self.wish.state, copies)
         workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
         pairs = zip(timeline.peaks, workspace, strict=True)
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
         work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
+        length = timeline.seconds
+        if self.plan.schedule == ENDLESS:
+            length = max(length, step_seconds(self.plan, self.staged, self.machine))
         return Candidate(
             self.family,
             self.plan,
-            timeline.seconds,
+            length,
             fullest,
             round(extra),
             timeline.bubble,

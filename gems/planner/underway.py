@@ -16,8 +16,11 @@ def kept(plan: Plan) -> list[float]:
     """How many micro-batches each stage keeps for backward at most, in the plan's own order.
 
     The stages of one rank share its memory, so each counts as often as there are; but not those of
-    two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one.
+    two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one. What
+    is put away leaves two: one that is used, and one that comes or goes.
     """
+    if plan.put_away("stash"):
+        return [2.0] * plan.depth
     if plan.schedule in BIDIRECTIONAL:
         return [1.0] * plan.depth
     if plan.schedule == "auto":

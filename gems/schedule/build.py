@@ -52,7 +52,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
         )
     costs = costs or unit(plan.depth)
     one = plan.one_copy()
-    if not plan.cut or plan.schedule in BY_SAMPLE:
+    if not plan.cut or plan.schedule in (*BY_SAMPLE, "l2l"):
         _fits(one)
         return _order(one, costs, memory)
     _fits(lanes := plan.lanes())

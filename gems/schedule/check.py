@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 
 from gems.errors import ScheduleError, faults
@@ -38,6 +39,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     endless = given.schedule == ENDLESS
     found += (_wrong_updates if endless else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
+    found += _wrong_stores(schedule, plan)
     found += () if endless else _wrong_eager(schedule, plan)
     return found or _deadlocks(schedule, plan)
 
@@ -235,6 +237,30 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
             yield f"rank {rank} never drops the weights of stages {sorted(here)}"
 
 
+def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """What is put away is stored once, after forward, and loaded once, before it is used."""
+    for rank, row in enumerate(schedule.ranks):
+        state: dict[tuple[int, int], str] = {}
+        for step, action in enumerate(row):
+            key, at = (action.stage, action.micro_batch), f"rank {rank}, step {step}: {action}"
+            was = state.get(key, "")
+            if action.kind is Kind.STORE:
+                if not plan.put_away("stash"):
+                    yield f"{at} has nothing to do: by the plan, what is kept for backward stays"
+                elif was:
+                    yield f"{at}, but it is {was} already"
+                state[key] = "stored"
+            elif action.kind is Kind.LOAD:
+                if was != "stored":
+                    yield f"{at}, but it is {was or 'not stored'}{' already' * bool(was)}"
+                state[key] = "loaded"
+            elif action.computes and action.kind is not Kind.FORWARD:
+                if was == "stored":
+                    load = replace(action, kind=Kind.LOAD)
+                    yield f"{at} reads what is stored; it wants {load} before it"
+                state[key] = "used"
+
+
 def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Eager updates: each stage's once, when its gradients are summed; else the step's end is."""
     if not any(a.kind is Kind.REDUCE for _, a in schedule):
@@ -286,5 +312,6 @@ def _spell(fact: Fact, waiting: Action) -> str:
         return f"{Action(kind, fact.stage)} on all its ranks"
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
     kinds = {"output": Kind.FORWARD, "stash": Kind.RECOMPUTE, "gradient": back}
+    kinds["stored"] = Kind.STORE
     kind = kinds.get(fact.what, Kind.WEIGHT)
     return str(Action(kind, fact.stage, fact.micro_batch, waiting.replica))

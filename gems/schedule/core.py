@@ -5,6 +5,8 @@ The text form is what one writes on a whiteboard, and it parses back:
     2F0      forward of stage 2, micro-batch 0            2B0     backward
     2I0      its input gradient                           2W0     its weight gradient
     2R0      its forward once more, to have again what it did not keep for backward
+    2S0      store what it keeps for backward, on the host or on disk
+    2L0      load that again
     2F0<1    post the receive of 2F0's input from stage 1
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
@@ -39,17 +41,21 @@ class Kind(str, Enum):
     GATHER = "G"
     DROP = "D"
     UPDATE = "U"
+    STORE = "S"
+    LOAD = "L"
 
 
 # Of a stage, not of a micro-batch.
 WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D", Kind.UPDATE: "U"}
+AWAY = (Kind.STORE, Kind.LOAD)  # memory comes and goes, while other actions run
 TOGETHER = (Kind.REDUCE, Kind.GATHER)  # all holders of a stage take part
 
 
 class Fact(NamedTuple):
     """Something that holds once an action is done: a stage's `output`, `stash` (if it had to be
-    recomputed), `gradient` or `weight`; or, of all micro-batches, once all its holders have come
-    to it: its weights are `gathered`, its gradients `summed`."""
+    recomputed), `gradient` or `weight`; that what it keeps is `stored`, or `loaded` again; or, of
+    all micro-batches, once all its holders have come to it: its weights are `gathered`, its
+    gradients `summed`."""
 
     what: str
     stage: int
@@ -85,7 +91,7 @@ class Action:
 
     @cached_property
     def computes(self) -> bool:
-        return not self.way and self.kind not in WHOLE
+        return not self.way and self.kind not in WHOLE and self.kind not in AWAY
 
     @property
     def message(self) -> Message:
@@ -95,14 +101,16 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
-SPELLED = re.compile(r"(\d+)([FBIW]|R(?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGDU])")
+SPELLED = re.compile(
+    r"(\d+)([FBIW]|[RSL](?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGDU])"
+)
 
 
 def parse_action(text: str) -> Action:
     match = SPELLED.fullmatch(text)
     if not match:
         raise ScheduleError(
-            f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2F0>3, 1R or 1G"
+            f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1R or 1G"
         )
     stage, kind, micro_batch, way, peer, replica, whole, letter = match.groups()
     if whole:
@@ -154,10 +162,13 @@ def needs(action: Action, plan: Plan) -> tuple[Fact, ...]:
         return tuple(Fact("output", q, i) for q in plan.sources[s])
     if action.kind is Kind.WEIGHT:
         return (Fact("gradient", s, i),)
-    if action.kind is Kind.RECOMPUTE:
+    if action.kind in (Kind.RECOMPUTE, Kind.STORE):
         return (Fact("output", s, i),)
+    if action.kind is Kind.LOAD:
+        return (Fact("stored", s, i),)
     if action.kind in WHOLE:
         return ()  # the ranks' own order decides; `check` sees to it that nothing comes after
+    # So it does with what was stored: `check` sees to it that it is loaded in time.
     own = "stash" if plan.recomputes(s, i) else "output"
     return (Fact(own, s, i), *(Fact("gradient", q, i) for q in plan.sinks[s]))
 
@@ -168,12 +179,14 @@ GIVES = {
     Kind.BACKWARD: ("gradient", "weight"),
     Kind.INPUT: ("gradient",),
     Kind.WEIGHT: ("weight",),
+    Kind.STORE: ("stored",),
+    Kind.LOAD: ("loaded",),
 }
 
 
 def gives(action: Action) -> tuple[Fact, ...]:
-    """What holds once a compute action is done."""
-    if not action.computes:
+    """What holds once an action of a micro-batch is done."""
+    if action.way or action.kind in WHOLE:
         return ()
     return tuple(Fact(what, action.stage, action.micro_batch) for what in GIVES[action.kind])
 

@@ -14,6 +14,10 @@ i can proceed everywhere, finishes, and so does every sample after it.
 
 Where a stage keeps its inputs only, there are two rooms, each with its own cap and these same
 rules: one for what forward leaves, and one for what recomputation adds to it.
+
+Where the stash is put away, bytes do not limit how many samples are under way: of what forward
+leaves, no more than three stages' are here at a time. A cap on their number still does, and so do
+bytes if backward is split: from I on, a stash is here until W.
 """
 
 from __future__ import annotations
@@ -274,6 +278,7 @@ def travel(fact: Fact, action: Action, plan: Plan, costs: Costs) -> float:
 
 
 PATIENCE = 0.25  # of the shortest forward: how long a rank may wait for something more urgent
+HERE = 3  # of what is put away: one is made or read, one leaves or returns, one is near enough
 HALVES = 1.1  # what a backward costs in two halves; 0.9 to 1.2 was seen on real networks
 
 
@@ -283,23 +288,28 @@ def _rooms(
     added: list[dict[int, float]],
     samples: int | None,
     memory: float | None,
+    away: bool = False,
 ) -> dict[Kind, _Room]:
     """What a rank has for forward, and for recomputation: so many samples, or what memory there is.
 
     One sample must fit both. If there is room, all samples may run forward; recomputation has the
     rest. A number of samples is one of stashes: of what is recomputed, or of what was never left.
+    If what forward leaves is put `away`, it takes the room of those that are here.
     """
     forward, again = _Room(kept, inf), _Room(added, inf)
     cap = inf if memory is None else memory
-    if (needed := forward.largest + again.largest) > cap:
+    largest = max((size for part in kept for size in part.values()), default=0.0)
+    here = HERE * largest if away else forward.largest
+    if (needed := here + again.largest) > cap:
+        what = f"{HERE} stages of a micro-batch need" if away else "one micro-batch needs"
         raise PlanError(
-            f"rank {rank} may keep {cap:,.0f} bytes for backward, but one micro-batch needs "
+            f"rank {rank} may keep {cap:,.0f} bytes for backward, but {what} "
             f"{needed:,.0f}; use more stages, a smaller micro-batch or more memory"
         )
-    again.cap = max(again.largest, cap - len(kept) * forward.largest)
+    again.cap = max(again.largest, cap - (here if away else len(kept) * forward.largest))
     if samples:
         again.cap = min(again.cap, samples * again.largest)
-    forward.cap = cap - again.cap if cap < inf else inf
+    forward.cap = cap - again.cap if cap < inf and not away else inf
     pairs = zip(kept, added, strict=True)
     if samples and any(part.keys() - more.keys() for part, more in pairs):
         forward.cap = min(forward.cap, samples * forward.largest)
@@ -323,7 +333,10 @@ class _Build:
         self.patience = patience
         counted = None if memory is None else costs
         pairs = zip(shares(plan, counted), recomputed(plan, counted), strict=True)
-        self.ranks = [_Rank(_rooms(r, *pair, samples, memory)) for r, pair in enumerate(pairs)]
+        away = bool(plan.put_away("stash")) and not split
+        self.ranks = [
+            _Rank(_rooms(r, *pair, samples, memory, away)) for r, pair in enumerate(pairs)
+        ]
         self.unmet: dict[Action, int] = {}
         self.known_at: dict[Action, float] = {}
         self.waits_for: dict[Fact, list[Action]] = {}

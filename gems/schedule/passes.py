@@ -1,5 +1,5 @@
 """From the order of compute actions to what ranks really do: recompute, copies, messages, sums,
-gathers."""
+gathers, memory put away."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import pairwise
 from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.endless import update
+from gems.schedule.offload import offload
 from gems.schedule.papers import l2l, sequential
 
 SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
@@ -26,7 +27,7 @@ def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
         run = plan.unrolled
         return update(communicate(copies(recompute(schedule, run), run), run), plan)
     order = copies(recompute(schedule, plan), plan)
-    return share(reduce(communicate(order, plan), plan), plan, more)
+    return offload(share(reduce(communicate(order, plan), plan), plan, more), plan)
 
 
 def recompute(schedule: Schedule, plan: Plan) -> Schedule:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,8 @@ from gems.torch.defer import Entry, Ledger, receive, settle
 from gems.torch.junction import Passage, buffers, pack, unpack
 from gems.torch.meter import storage_of
 from gems.torch.norms import Statistics, unrecorded
+from gems.torch.offload import Bundle, View, opened
+from gems.torch.parts import Form, part_of
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, as_it_was, snapshot, touched
@@ -61,8 +63,10 @@ class Kept:
     gradients: dict[str, Tensor]  # of received values, filled in by backward
     wants: tuple[str, ...]  # the received values that want one
     page: list[Entry] | None  # weight gradients put off
-    received: dict[str, Tensor]  # what there is until the stage is recomputed
+    received: dict[str, Tensor | View]  # what there is until the stage is recomputed
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
+    forms: dict[str, Form] = field(default_factory=dict)  # of those that are here in parts
+    bundle: Bundle | None = None  # what of all this is put away until backward
 
 
 class TorchAdapter:
@@ -84,6 +88,7 @@ class TorchAdapter:
         machine: Machine,
         transport: Transport,
         leaves: tuple[str, ...] = (),
+        stash: Store | None = None,
         unmade: Unmade | None = None,
         home: Store | None = None,
     ) -> None:
@@ -91,7 +96,7 @@ class TorchAdapter:
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
         self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
-        self.leaves = leaves
+        self.leaves, self.store_of_stash = leaves, stash
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
         self.again = Again()
@@ -99,6 +104,7 @@ class TorchAdapter:
         self.put_off = {
             (a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes
         }
+        self.put_away = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE}
         self.unordered = unordered.intersection(self.stages)
         self.cuts: dict[Any, Cut] = {}
         self.optimizer: torch.optim.Optimizer | None = None
@@ -273,6 +279,7 @@ class TorchAdapter:
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
                 (self.again, run_of) if run_of else None,
+                bound if bound is not None and self.plan.share_inputs else None,
             )
             recomputed = run_of or any(
                 c.region is not None or c.norms not in ((), (c.module,)) for c in calls
@@ -298,11 +305,15 @@ class TorchAdapter:
         i, cut = micro_batch, self.of[micro_batch]
         put_off = self.training and (stage, i) in self.put_off
         kept = Kept({}, None, {}, (), [] if put_off else None, {})
+        if self.training and (stage, i) in self.put_away:
+            kept.bundle = Bundle(self.weight_storages, self.device)
         later = self.training and self.plan.recomputes(stage, i)
         if later:
-            kept.received = dict(received)
+            bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+            self.stash_bytes[stage, i] = 0
+            for name, x in received.items():
+                self._hold(stage, i, kept, name, x, bound)
             kept.before = snapshot(touched(cut.calls(stage), self.model))
-            self.stash_bytes[stage, i] = self.size(list(received.values()))
         with ExitStack() as stack:
             if stage in self.statistics:
                 stack.enter_context(self.statistics[stage].during(self.position[i]))
@@ -315,11 +326,26 @@ class TorchAdapter:
                 self.losses.append((i, kept.loss.detach()))
         return {name: tensor.detach() for name, tensor in results.items()}
 
+    def _hold(
+        self, stage: int, i: int, kept: Kept, name: str, x: Tensor, bound: Bound | None
+    ) -> None:
+        """Keep what a stage received until it runs again: all of it, or a part if others of the
+        team have the rest."""
+        if bound is not None and self.plan.share_inputs and bound.box(name) is None:
+            kept.forms[name], x = part_of(x, bound.team)
+        self.stash_bytes[stage, i] += self.size([x])
+        kept.received[name] = x if kept.bundle is None else kept.bundle.keep(x, x._version)
+
     def recompute(self, stage: int, micro_batch: int) -> None:
         """The forward once more, which kept nothing; its statistics were taken the first time."""
         i, cut = micro_batch, self.of[micro_batch]
         kept = self.kept[stage, i]
-        received, kept.received = kept.received, {}
+        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+        received = {name: opened(x) for name, x in kept.received.items()}
+        for name, form in kept.forms.items():  # in one order on all ranks of a team
+            assert bound is not None
+            received[name] = form.gathered(received[name], bound.team)
+        kept.received, kept.forms, kept.bundle = {}, {}, None
         norms = [module for module, _ in self._norms(stage, cut)]
         buffers = touched(cut.calls(stage), self.model)
         with unrecorded(norms), as_it_was(buffers, kept.before):
@@ -335,8 +361,11 @@ class TorchAdapter:
         keeps = self.training and torch.is_grad_enabled()
         arguments = self._arguments(cut, stage, i, program, received, kept, bound)
         self.draws.at(self.step, i)
-        slabs = Slabs(self.weight_storages) if bound is not None and keeps else None
-        with self._around(bound, slabs, kept.page if keeps else None):
+        bundle = kept.bundle if keeps else None
+        slabs = Slabs(self.weight_storages, bundle) if bound is not None and keeps else None
+        if isinstance(program, Stream):
+            program.bundle = bundle
+        with self._around(bound, slabs, kept.page if keeps else None, bundle):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage == self.plan.depth - 1:
@@ -367,7 +396,11 @@ class TorchAdapter:
 
     @contextmanager
     def _around(
-        self, bound: Bound | None, slabs: Slabs | None, page: list[Entry] | None
+        self,
+        bound: Bound | None,
+        slabs: Slabs | None,
+        page: list[Entry] | None,
+        bundle: Bundle | None = None,
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and an eye on what is kept."""
         notes = Notes() if bound is None else bound.memory
@@ -375,12 +408,14 @@ class TorchAdapter:
             stack.enter_context(self._autocast())
             if slabs is not None:
                 stack.enter_context(slabs.watching())
-            notes.now = slabs
+            elif bundle is not None:
+                stack.enter_context(bundle.watching())
+            notes.now, self.ledger.bundle = slabs, bundle
             self.ledger.page = notes.page = page
             try:
                 yield
             finally:
-                self.ledger.page = notes.page = notes.now = None
+                self.ledger.page = notes.page = notes.now = self.ledger.bundle = None
 
     def _arguments(
         self,
@@ -507,6 +542,26 @@ class TorchAdapter:
         kept = self.kept.pop((stage, micro_batch))
         if kept.page:
             settle(kept.page)
+
+    # --- memory put away ----------------------------------------------------------------------
+
+    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+        assert self.store_of_stash is not None
+        return self._bundle(stage, micro_batch).store(self.store_of_stash)
+
+    def let_go(self, stage: int, micro_batch: int) -> None:
+        self._bundle(stage, micro_batch).let_go()
+
+    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+        return self._bundle(stage, micro_batch).load()
+
+    def arrive(self, stage: int, micro_batch: int) -> None:
+        self._bundle(stage, micro_batch).arrive()
+
+    def _bundle(self, stage: int, micro_batch: int) -> Bundle:
+        bundle = self.kept[stage, micro_batch].bundle
+        assert bundle is not None, "what is not going to be stored is not watched"
+        return bundle
 
     # --- messages -----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from gems.layout import Layout, even
 from gems.machine import Machine
 from gems.planner.assign import stages_by_name
 from gems.plans import Plan
-from gems.recompute import Footprint, footprint, kept_of, runs
+from gems.recompute import Footprint, entering, footprint, kept_of, runs
 from gems.schedule.core import Message
 from gems.torch.calls import Call
 from gems.torch.junction import Passage, whole
@@ -95,6 +95,20 @@ class Cut:
             return {}
         groups = enumerate(runs(self.blocks[stage], kept))
         return {c.name: n for n, run in groups for block in run for c in self.trace.calls(block)}
+
+    def shared(self) -> list[tuple[int, str]]:
+        """What all ranks of a team keep as a whole to compute from it again: stages and values."""
+        found = []
+        for stage, laid in self.laid.items():
+            if self.plan.keeps[stage] in ("inputs", "except-last"):
+                names = [n for n in self._read(stage) if n not in self.trace.graph.inputs]
+            elif (kept := self.kept(stage)) is not None:
+                groups = runs(self.blocks[stage], kept)
+                names = [n for run in groups for n in entering(self.trace.graph, run)]
+            else:
+                continue
+            found += [(stage, name) for name in names if name not in laid.layouts]
+        return found
 
     def footprint(self, stage: int) -> Footprint:
         """Bytes that a micro-batch keeps on a stage that is not cut, and what backward adds."""

@@ -21,16 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gems.torch.offload import Bundle, View
+
 Tensor = torch.Tensor
 Settle = Callable[[Tensor, Tensor], None]
-Entry = tuple[Settle, Tensor, int | None, Tensor]  # what to do with which input, version, gradient
+# What to do with which input, version, gradient.
+Entry = tuple[Settle, Tensor | View, int | None, Tensor]
 
 
 class Ledger:
-    """What is put off, per micro-batch. `page` is the one that forward writes to now."""
+    """What is put off, per micro-batch. `page` is the one that forward writes to now, and `bundle`
+    has what will be put away meanwhile."""
 
     def __init__(self) -> None:
         self.page: list[Entry] | None = None
+        self.bundle: Bundle | None = None
 
     def deferral(self, module: nn.Module) -> Callable[..., Any] | None:
         """A function that does what `module` does and puts its weight gradient off, if it can."""
@@ -48,8 +53,8 @@ class Ledger:
             return module(*args, **kwargs)
         x = args[0]
         y, settle = deferred.forward(x)
-        kept = x.detach()
         version = x._version if module.weight.requires_grad else None
+        kept = x.detach() if self.bundle is None else self.bundle.keep(x.detach(), version)
         if not y.requires_grad:  # the first layer: nothing before it wants a gradient
             y = receive(y, lambda gradient: page.append((settle, kept, version, gradient)))
         else:
@@ -66,7 +71,9 @@ def settle(page: list[Entry]) -> None:
     """Compute the weight gradients on a page, in the order backward would have."""
     with torch.no_grad():
         for work, x, version, gradient in page:
-            if version is not None and x._version != version:  # autograd would have noticed, too
+            if isinstance(x, View):  # which looks for itself
+                x = x.open()
+            elif version is not None and x._version != version:  # autograd would have noticed, too
                 raise RuntimeError(
                     f"a tensor needed for a weight gradient, of shape {tuple(x.shape)}, has been "
                     "modified by an inplace operation; use one that is not in place"

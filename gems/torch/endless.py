@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from torch import nn
 
 from gems.engine.endless import Endless
 from gems.errors import GemsError, LossError, PlanError, ShapeError, TraceError, faults
+from gems.timeline import Timeline
 from gems.torch.batch import Batch, describe, split
 from gems.torch.random import key
 from gems.torch.turns import Turns
@@ -56,13 +58,15 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.transport = trainer, trainer.transport
-        self.refuse()
+        if trainer.trains:
+            self.refuse()
         self.turns = Turns(trainer.adapter, trainer.plan)
         self.engine = Endless(
             trainer.plan, trainer.schedule, self.turns, trainer.transport, self._update
         )
         self.said: deque[Said] = deque()  # of batches whose update is still to come
         self.loss, self.told = math.nan, False  # of the last one that was updated
+        self.modes = self._modes()
         self.wrong: str | None = None  # a loss that no update can be made of
         self.words: deque[list[tuple[Handle, Tensor]]] = deque()  # on their way to later stages
 
@@ -106,6 +110,11 @@ class Run:
 
         start, trainer = perf_counter(), self.trainer
         self._refuse_failed()
+        if self.engine.going and self._modes() != self.modes:
+            raise GemsError(
+                "modules went to another mode (train, eval) or weights were frozen or unfrozen "
+                "while a batch is under way; call flush() on all ranks before that, or now"
+            )
         if tied := self._tied():
             raise PlanError(
                 f"{tied[0]} was unfrozen, but 2bw cannot train it: several stages use it"
@@ -119,7 +128,8 @@ class Run:
             raise ShapeError(
                 f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
             ) from error
-        self._carry_out(self.engine.step)
+        self.modes = self._modes()
+        trainer._local = self._carry_out(self.engine.step)
         trainer.steps += 1
         self._tell()
         if self.wrong:
@@ -135,7 +145,8 @@ class Run:
         if not self.engine.going:
             return None
         start = perf_counter()
-        self._carry_out(self.engine.rest)
+        with self._as_begun():
+            self._carry_out(self.engine.rest)  # of which the timeline is part of no step
         for handle, _ in (word for words in self.words for word in words):
             handle.wait()
         self.words.clear()
@@ -145,6 +156,29 @@ class Run:
             raise LossError(wrong)
         return Step(self.loss, 0, perf_counter() - start, True, None, self.told)
 
+    def _modes(self) -> tuple[list[bool], list[bool]]:
+        """What recomputation must find as forward did: which modules train, which parameters."""
+        model = self.trainer.model
+        trains = [module.training for module in model.modules()]
+        return trains, [p.requires_grad for p in model.parameters()]
+
+    @contextmanager
+    def _as_begun(self) -> Iterator[None]:
+        """The batch under way in the modes that it began with."""
+        now = self._modes()
+        try:
+            self._set_modes(self.modes)
+            yield
+        finally:
+            self._set_modes(now)
+
+    def _set_modes(self, modes: tuple[list[bool], list[bool]]) -> None:
+        model = self.trainer.model
+        for module, trains in zip(model.modules(), modes[0], strict=True):
+            module.training = trains
+        for p, wants in zip(model.parameters(), modes[1], strict=True):
+            p.requires_grad_(wants)
+
     def resume(self, older: Mapping[nn.Parameter, Tensor]) -> None:
         """Go on from weights that were put in place, and the version before them if it is known."""
         if older:
@@ -152,10 +186,9 @@ class Run:
         self.turns.versions.resume(older)
         self.turns.restart()
 
-    def _carry_out(self, window: Any) -> None:
-        trainer = self.trainer
+    def _carry_out(self, window: Callable[[int, int], Timeline]) -> Timeline:
         try:
-            trainer._local = window(self.turns.begun - 1, trainer.steps)
+            return window(self.turns.begun - 1, self.trainer.steps)
         finally:
             self.turns.rest()
 
@@ -195,7 +228,8 @@ class Run:
         """Whether the stages before have the same; our word goes to those behind. (Copies of the
         pipeline find out before they update.)"""
         plan, to = self.trainer.plan, self.transport
-        stage, what = plan.stages_on[to.rank][0], torch.tensor([self.what])
+        stage = plan.stages_on[to.rank][0]
+        what = torch.tensor([self.what], device=self.trainer.device)
         replica = next(r for r, row in enumerate(plan.teams) if to.rank in row[stage])
         behind = [r for s in plan.sinks[stage] for r in plan.team_of(s, replica)]
         before = [r for s in plan.sources[stage] for r in plan.team_of(s, replica)]

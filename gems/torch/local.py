@@ -83,6 +83,7 @@ def _device() -> Device:
         launch=tiny,
         compute_efficiency=min(convolved, 1.0),
         memory_efficiency=min(passed, 1.0),
+        is_host=True,
     )
 
 

@@ -19,7 +19,7 @@ from gems.machine import Machine, bytes_of
 from gems.machine import machine as machine_of
 from gems.planner.explain import chosen, explain
 from gems.planner.search import Found, Wish, search
-from gems.plans import Plan
+from gems.plans import SCHEDULES, Plan
 from gems.torch.halos import with_halos
 from gems.torch.profile import measure
 from gems.torch.trace import as_module, trace
@@ -39,6 +39,7 @@ def plan(
     objective: str = "time",
     costs: str = "auto",
     state: float = 2.0,
+    schedule: str = "",
 ) -> Plan:
     """The best plan for `model` on inputs like `sample`; `plan.explain()` says why.
 
@@ -50,10 +51,11 @@ def plan(
     costs          `estimate`, nothing is run; `measure`, on this computer; `auto` measures if the
                    machine is `local`
     state          what the optimizer keeps per parameter, in units of its gradient: Adam 2
+    schedule       plans of this one only; if left out, any but `2bw`, which uses older weights
     """
     on = machine_of(machine) if not isinstance(machine, Machine) else machine
     study = Study(model, sample, on, costs)
-    return choose(study, ranks, memory, micro_batches, objective, state)[0]
+    return choose(study, ranks, memory, micro_batches, objective, state, schedule)[0]
 
 
 def choose(
@@ -63,11 +65,15 @@ def choose(
     micro_batches: int = 0,
     objective: str = "time",
     state: float = 2.0,
+    schedule: str = "",
 ) -> tuple[Plan, Study]:
     """The best plan of a study, and the study of the images that it is for."""
     if objective not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise PlanError(f"objective {objective!r} is unknown; choose one of {known}")
+    if schedule and schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise PlanError(f"schedule {schedule!r} is unknown; choose one of {known}")
     wish = Wish.on(
         study.machine,
         ranks,
@@ -75,6 +81,7 @@ def choose(
         micro_batches,
         objective="time" if objective == "time" else "memory",
         state=state,
+        schedule=schedule,
     )
     if objective == "image":
         study = study.at(study.largest_side(wish))

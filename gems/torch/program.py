@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from gems.geometry import Box
 from gems.torch.calls import Attr, Call, Record, Ref, is_place
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, Run, touched
+
+if TYPE_CHECKING:
+    from gems.torch.spatial.stage import Bound
 
 Group = Callable[[Sequence[Call], tuple[str, ...], str], None]
 Deferral = Callable[[nn.Module], Callable[..., Any] | None]
@@ -44,15 +47,17 @@ def write(
     deferral: Deferral | None = None,
     instead: Mapping[str, Callable[..., Any]] | None = None,
     again: tuple[Again, Mapping[str, int]] | None = None,
+    cut: Bound | None = None,
 ) -> Program:
     """Compile `calls` into a function that gives `outputs`.
 
     `draws` gives random numbers to the calls that draw. `deferral` may
     replace a module by a function that puts its weight gradient off; `instead` replaces calls by
     name, with functions that see to random numbers themselves. `again` has the runs of calls that
-    are recomputed in backward: the number of its run, by the name of a call.
+    are recomputed in backward: the number of its run, by the name of a call. What such a run reads
+    and all ranks of a `cut` stage have as a whole, they keep in parts.
     """
-    writer = _Writer(record, model, draws, deferral, instead or {}, again or (Again(), {}))
+    writer = _Writer(record, model, draws, deferral, instead or {}, again or (Again(), {}), cut)
     made = {name for call in calls for name in call.writes}
     inputs = _inputs(calls)
     inputs += tuple(n for n in outputs if n not in made and n not in inputs)
@@ -74,7 +79,9 @@ class _Writer:
         deferral: Deferral | None,
         instead: Mapping[str, Callable[..., Any]],
         again: tuple[Again, Mapping[str, int]],
+        cut: Bound | None,
     ) -> None:
+        self.cut = cut
         self.record, self.model, self.instead = record, model, instead
         self.run_of = again[1]
         self.recomputed: dict[str, tuple[Any, ...]] = {}  # function -> what is known about it
@@ -154,6 +161,8 @@ class _Writer:
             tuple(n in changed for n in inputs),
             tuple(self.record.values[n].grad for n in wanted),
             touched(run, self.model),
+            None if self.cut is None else self.cut.team,
+            tuple(self.cut is not None and self.cut.box(n) is None for n in inputs),
         )
         self._invoke(f"_again({self._listed(f'_{name}', inputs)})", wanted, indent)
 

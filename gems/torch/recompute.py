@@ -23,6 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.torch.calls import Call
 from gems.torch.defer import receive
+from gems.torch.parts import Form, part_of
+from gems.torch.spatial.team import Team
 
 Tensor = torch.Tensor
 Buffer = tuple[nn.Module, str]  # a module, and what it calls its buffer
@@ -36,6 +38,24 @@ class Run:
     mutated: tuple[bool, ...]  # inputs that it changes in place: it gets copies of them
     differentiable: tuple[bool, ...]  # outputs that a gradient comes back for
     buffers: Sequence[Buffer]  # that it changes
+    team: Team | None = None  # if the stage is cut, and shares out what all its ranks keep
+    shared: tuple[bool, ...] = ()  # the inputs that all of them have as a whole
+
+    def kept(self, inputs: Sequence[Tensor]) -> tuple[list[Form | None], list[Tensor]]:
+        """What of the inputs is kept; of those that are shared out, a part of this form."""
+        forms: list[Form | None] = [None] * len(inputs)
+        kept = list(inputs)
+        for at, shared in enumerate(self.shared):
+            if shared and self.team is not None:
+                forms[at], kept[at] = part_of(inputs[at], self.team)
+        return forms, kept
+
+    def whole(self, kept: Sequence[Tensor], forms: Sequence[Form | None]) -> list[Tensor]:
+        """The inputs again; all ranks of the team come here, in one order."""
+        return [
+            x if form is None or self.team is None else form.gathered(x, self.team)
+            for x, form in zip(kept, forms, strict=True)
+        ]
 
 
 class Again:
@@ -54,7 +74,8 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, run: Run, again: Again, *inputs: Tensor) -> Any:
         ctx.run, ctx.again = run, again
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
+        ctx.forms, kept = run.kept(inputs)
+        ctx.save_for_backward(*kept)
         ctx.before = snapshot(run.buffers)
         # Detached on both sides: to autograd this is one operation that makes new tensors.
         found = run.function(*(x.detach() for x in _own(run, inputs)))
@@ -68,10 +89,11 @@ class _Again(torch.autograd.Function):
         run: Run = ctx.run
         wanted = ctx.needs_input_grad[3:]
         arrived: list[Tensor | None] = [None] * len(wanted)
+        saved = run.whole(ctx.saved_tensors, ctx.forms)
         with ctx.again.around(), as_it_was(run.buffers, ctx.before), torch.enable_grad():
             given = (
                 receive(x, lambda g, at=at: arrived.__setitem__(at, g)) if wanted[at] else x
-                for at, x in enumerate(_own(run, ctx.saved_tensors))
+                for at, x in enumerate(_own(run, saved))
             )
             results = run.function(*given)
         pairs = [

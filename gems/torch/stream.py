@@ -31,6 +31,7 @@ from gems.torch.batch import read_box
 from gems.torch.calls import Call, Record
 from gems.torch.defer import receive
 from gems.torch.meter import storage_of
+from gems.torch.offload import Bundle, opened
 from gems.torch.program import write
 from gems.torch.random import Draws
 from gems.torch.spatial.rule import Run
@@ -97,6 +98,7 @@ class Stream:
         self.own = set(record.inputs)  # not received from another stage
         self.changed = {n for call in calls for n in call.overwrites}
         self.now: Bound | None = None
+        self.bundle: Bundle | None = None  # of the forward under way, if its inputs are put away
         self.surge = 0
 
     def _dispatch(self, name: str) -> Run:
@@ -153,6 +155,14 @@ class Stream:
         results = dict(zip(self.outputs, self.program.run(*given), strict=True))
         return {name: results[name][here] for name, (_, here) in block.parts.items()}
 
+    def keep(self, name: str, x: Any) -> Any:
+        """What backward will read an input from."""
+        if not isinstance(x, Tensor):
+            return x
+        if self.bundle is None or name in self.own:
+            return x.detach()
+        return self.bundle.keep(x.detach(), x._version)
+
     def empty(self, name: str) -> Tensor:
         value = self.values[name]
         make = torch.zeros if name in self.laid.added else torch.empty
@@ -163,11 +173,11 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, stream: Stream, *inputs: Any) -> Any:
         ctx.stream = stream
-        ctx.inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        ctx.inputs = [stream.keep(n, x) for n, x in zip(stream.inputs, inputs, strict=True)]
         ctx.set_materialize_grads(False)
         outputs = {name: stream.empty(name) for name in stream.outputs}
         for block in stream.blocks():
-            pairs = zip(stream.inputs, ctx.inputs, strict=True)
+            pairs = zip(stream.inputs, inputs, strict=True)
             given = [stream.read(name, x, block.reads[name]) for name, x in pairs]
             for name, part in stream.compute(block, given).items():
                 place = block.parts[name][0].slices()
@@ -184,7 +194,8 @@ class _Streamed(torch.autograd.Function):
         stream: Stream = ctx.stream
         pairs = zip(stream.outputs, gradients, strict=True)
         arrived = {name: g for name, g in pairs if g is not None}
-        back = _Back(stream, ctx.inputs, ctx.needs_input_grad[2:], arrived)
+        inputs = list(map(opened, ctx.inputs))
+        back = _Back(stream, inputs, ctx.needs_input_grad[2:], arrived)
         for block in stream.blocks() if arrived else ():
             back.through(block)
         stream.surge = back.most

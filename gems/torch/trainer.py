@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,8 @@ from gems.plans import ENDLESS, Plan
 from gems.price import price
 from gems.schedule.build import lowered
 from gems.schedule.check import require
-from gems.schedule.core import Schedule
+from gems.schedule.core import Kind, Schedule
+from gems.schedule.offload import BETWEEN
 from gems.schedule.passes import forward_only, lower, recompute
 from gems.simulation import simulate
 from gems.timeline import Memory, Timeline, merged
@@ -154,6 +156,7 @@ class Trainer:
         self.offload_folder = offload_folder
         self.stores: list[Store] = []
         self._local: Timeline | None = None
+        self.trains = optimizer is not None
         self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
         self.scale = LossScale() if precision == "fp16" else None
         self.optimizer = self._make_optimizer(optimizer)
@@ -195,12 +198,13 @@ class Trainer:
         self._check_options(sample)
         if not isinstance(plan, Plan) and plan != "auto":
             plan = from_json(Plan, Path(plan).read_text())
+        chosen_here = plan == "auto"
         self.model, self.leaves = as_module(model)
         traced = self._trace(sample)
         self.leaves = traced.record.leaves
-        if plan == "auto" or (isinstance(plan, Plan) and (plan.cut or plan.stream)):
+        if chosen_here or (isinstance(plan, Plan) and (plan.cut or plan.stream)):
             traced = replace(traced, graph=with_halos(traced, self.model))
-        blocks = self._block_costs(costs, traced, planned=plan == "auto")
+        blocks = self._block_costs(costs, traced, planned=chosen_here)
         plan = self._chosen(plan, traced, blocks)
         if plan.world != self.transport.world:
             raise PlanError(
@@ -211,6 +215,12 @@ class Trainer:
             raise PlanError(
                 f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
                 "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
+            )
+        disk = any(part.endswith(":disk") for part in plan.offload)
+        if self.offload_folder is not None and not (chosen_here or disk):
+            raise PlanError(
+                f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
+                "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
             )
         self._refuse_eager(plan)
         stage_of = stages(plan, traced.graph, blocks, self.memory)
@@ -227,6 +237,7 @@ class Trainer:
             one = plan.one_copy()
             order = require(recompute(schedule, one), one)
             self.schedule = require(lower(order, plan), plan)
+        self._refuse_nothing_away()
         self.owned = ownership(traced.graph, stage_of, plan)
         self.minders = minders(self.model, traced, stage_of, self.owned, plan)
         self.first_name = traced.record.names
@@ -249,7 +260,26 @@ class Trainer:
         if self.on_disk:
             trim()
         self.adapter.remember(sample, traced)
+        self._refuse_nothing_shared()
         return f"{key(str(self.schedule), plan)}"
+
+    def _refuse_nothing_shared(self) -> None:
+        (cut,) = self.adapter.cuts.values()
+        if self.plan.share_inputs and not cut.shared():
+            raise PlanError(
+                "share_inputs divides what every rank of a team keeps as a whole, but all that the "
+                "cut stages keep to compute from it again is cut already, like the image; leave it "
+                "out"
+            )
+
+    def _refuse_nothing_away(self) -> None:
+        wanted = self.plan.put_away("stash")
+        if wanted and not any(action.kind is Kind.STORE for _, action in self.schedule):
+            raise PlanError(
+                f"offload='stash:{wanted}' puts away what waits for its backward while a rank does "
+                f"{BETWEEN} other things or more, and in this schedule nothing waits so long; use "
+                "more micro-batches, more stages on a rank, or leave it out"
+            )
 
     def _refuse_eager(self, plan: Plan) -> None:
         wants = {"clip": self.clip is not None, "precision='fp16'": self.precision == "fp16"}
@@ -362,6 +392,7 @@ class Trainer:
             machine=self.machine,
             transport=transport,
             leaves=self.leaves,
+            stash=self._store("stash"),
             unmade=unmade,
             home=self._store("weights"),
         )
@@ -772,7 +803,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the other ranks. A process group that GEMS started ends."""
-        if self.endless is not None and not self.endless.engine.failed and not self.closed:
+        going = self.endless is not None and not self.endless.engine.failed and not self.closed
+        if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True
         for away in self.stores:

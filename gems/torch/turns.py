@@ -39,6 +39,7 @@ class Turns:
     def begin(self, batch: Batch, step: int) -> None:
         """Get ready for the next batch, while the one before is under way."""
         self.cover()
+        self.now = None  # if the next line raises, the state is nobody's
         self.plain.begin(batch, step, training=True)
         turn = self.begun % AT_ONCE
         earlier = self.states[1 - turn].get("statistics", {}) if self.begun > self.summed else {}
@@ -137,6 +138,18 @@ class Turns:
 
     def drop(self, stage: int) -> None:
         self.plain.drop(stage)
+
+    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+        return self.plain.store(stage, self._at(micro_batch))
+
+    def let_go(self, stage: int, micro_batch: int) -> None:
+        self.plain.let_go(stage, self._at(micro_batch))
+
+    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+        return self.plain.load(stage, self._at(micro_batch))
+
+    def arrive(self, stage: int, micro_batch: int) -> None:
+        self.plain.arrive(stage, self._at(micro_batch))
 
     def stash(self, stage: int, micro_batch: int) -> int:
         return self.plain.stash(stage, self._at(micro_batch))

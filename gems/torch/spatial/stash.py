@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from gems.torch.meter import storage_of
+from gems.torch.offload import Bundle, View, opened
 from gems.torch.spatial.team import Exchange
 
 Tensor = torch.Tensor
@@ -25,51 +26,63 @@ Tensor = torch.Tensor
 class Bare:
     """A slab that is a tile within a border of a constant: the tile alone."""
 
-    tile: Tensor
+    tile: Tensor | View
     version: int
     pads: list[int]
     fill: float
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return (self.tile,)
+        return (opened(self.tile),)
+
+    def put(self, bundle: Bundle) -> Bare:
+        """The same, with what can be put away."""
+        return replace(self, tile=bundle.keep(opened(self.tile), self.version))
 
     def together(self) -> Tensor:
-        _unchanged(self.tile, self.version)
-        return F.pad(self.tile, self.pads, value=self.fill)
+        tile = _unchanged(self.tile, self.version)
+        return F.pad(tile, self.pads, value=self.fill)
 
 
 @dataclass
 class Parts:
     """A slab, taken apart."""
 
-    tile: Tensor
+    tile: Tensor | View
     version: int
     exchange: Exchange
-    strips: Sequence[Tensor]
+    strips: Sequence[Tensor | View]
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return (self.tile, *self.strips)
+        return (opened(self.tile), *map(opened, self.strips))
+
+    def put(self, bundle: Bundle) -> Parts:
+        tile, strips = bundle.keep(opened(self.tile), self.version), map(opened, self.strips)
+        return replace(self, tile=tile, strips=[bundle.keep(strip) for strip in strips])
 
     def together(self) -> Tensor:
-        _unchanged(self.tile, self.version)
-        return self.exchange.slab(self.tile, self.strips)
+        tile = _unchanged(self.tile, self.version)
+        return self.exchange.slab(tile, list(map(opened, self.strips)))
 
 
-def _unchanged(tile: Tensor, version: int) -> None:
+def _unchanged(tile: Tensor | View, version: int) -> Tensor:
+    if isinstance(tile, View):
+        return tile.open()  # which looks for itself
     if tile._version != version:
         raise RuntimeError(
             f"a tensor needed for a gradient, of shape {tuple(tile.shape)}, has been modified by "
             "an inplace operation; use one that is not in place"
         )
+    return tile
 
 
 class Slabs:
     """The slabs of one forward, for as long as the layers that read them run."""
 
-    def __init__(self, weights: Set[int] = frozenset()) -> None:
+    def __init__(self, weights: Set[int] = frozenset(), bundle: Bundle | None = None) -> None:
         self.weights = weights  # storages that are there anyway
+        self.bundle = bundle  # if what is kept will be put away
         self.known: dict[int, tuple[tuple[int, ...], Parts | Bare]] = {}
         self.kept: dict[int, int] = {}  # storage -> bytes, of all that backward will need
 
@@ -90,9 +103,9 @@ class Slabs:
         if parts is not None and tuple(x.shape) == shape and x.is_contiguous():
             for part in parts.kept:
                 self._count(part)
-            return parts
+            return parts if self.bundle is None else parts.put(self.bundle)
         self._count(x)
-        return x
+        return x if self.bundle is None else self.bundle.keep(x, x._version)
 
     def _count(self, x: Tensor) -> None:
         if storage_of(x) not in self.weights:
@@ -109,4 +122,4 @@ class Slabs:
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept.together() if isinstance(kept, (Parts, Bare)) else kept
+    return kept.together() if isinstance(kept, (Parts, Bare)) else opened(kept)

@@ -1,0 +1,120 @@
+"""One step by GEMS under a plan: the published schemes, and what the planner chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from benchmarks.pipeline.livebytes import LiveBytes
+from gems.errors import PlanError
+from gems.machine import machine
+from gems.planner.search import Wish
+from gems.plans import Plan
+from gems.torch.planning import Study
+from gems.torch.trainer import Trainer
+
+from .networks import NETWORKS
+from .plain import sgd, standing
+
+Tensor = torch.Tensor
+
+
+class Images:
+    """Pixels that are made when they are asked for, as a file's are read."""
+
+    dtype = "float32"
+
+    def __init__(self, images: int, side: int) -> None:
+        self.shape = (images, 3, side, side)
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        return torch.ones([len(range(n)[s]) for n, s in zip(self.shape, box, strict=True)])
+
+
+def trained(name: str, images: int, side: int, plan: Plan) -> int:
+    """On this rank of the plan."""
+    network = NETWORKS[name]
+    model, target = network.make(), network.target(images, side)
+    sample = torch.empty(1, 3, side, side, device="meta")
+    trainer = Trainer(model, network.loss, sgd, sample, plan, costs="estimate")
+    with LiveBytes() as live:
+        trainer.step(Images(images, side), target)
+    return live.peak + standing(model, target)
+
+
+# --- the published schemes -----------------------------------------------------------------------
+
+
+def published(name: str, ranks: int, images: int) -> Plan:
+    """GEMS-MAST: two directions over the same ranks, an equal number of layers to a stage."""
+    even = _even(_layers(name), ranks)
+    return Plan(stages=ranks, schedule="gems", micro_batches=images, balance=even)
+
+
+def published_spatial(name: str, ranks: int, images: int) -> Plan:
+    """The same, and the first stage is cut into two tiles, as `--num-spatial-parts 2` does."""
+    stages = ranks - 1
+    if stages < 2:
+        raise PlanError(f"two tiles and a stage behind them take 3 ranks or more, not {ranks}")
+    even = _even(_layers(name), stages)
+    return Plan(
+        stages=stages, schedule="gems", micro_batches=images, balance=even, spatial=((1, 2),)
+    )
+
+
+@cache
+def _layers(name: str) -> int:
+    return len(_study(name, 64).graph[0].layers)
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(layers * (s + 1) // stages - layers * s // stages for s in range(stages))
+
+
+# --- the planner ----------------------------------------------------------------------------------
+
+EASY = 0.7  # of the cap: a plan that takes so little leaves room for what is live inside a layer
+HARD = 1.2  # of the cap: beyond that the planner's account would have to be far off
+
+
+def plans(name: str, ranks: int, images: int, side: int, cap: float) -> Iterator[Plan]:
+    """What the planner chooses for this side, given less than the cap where it can do with less:
+    an easy plan, then leaner ones, down to the leanest that it knows.
+
+    The planner does not know what is live inside a layer's backward, so what it is given is not
+    what really is there; see the README.
+    """
+    study, target = _study(name, side), NETWORKS[name].target(1, 1).element_size()
+    target *= images * side * side if NETWORKS[name].target(1, 2).dim() > 1 else images
+
+    def plan(part: float) -> Plan | None:
+        wish = Wish(ranks, part * cap - target, images, state=0.0)
+        found = study.search(wish)
+        return found.best.plan if found.fitting else None
+
+    part, seen = EASY, []
+    found = plan(part)
+    if found is None:  # the least part of the cap for which there is a plan
+        low, high, best = EASY, HARD, plan(HARD)
+        if best is None:
+            return
+        while high - low > 0.03:
+            middle = (low + high) / 2
+            less = plan(middle)
+            low, high, best = (low, middle, less) if less else (middle, high, best)
+        yield best
+        return
+    while found is not None:
+        if found not in seen:
+            seen.append(found)
+            yield found
+        part *= 0.8
+        found = plan(part) if len(seen) < 4 and part > 0.1 else None
+
+
+@cache
+def _study(name: str, side: int) -> Study:
+    sample = torch.empty(1, 3, side, side, device="meta")
+    return Study(NETWORKS[name].make(), sample, machine("cpu"), costs="estimate")

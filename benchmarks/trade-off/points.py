@@ -1,0 +1,116 @@
+"""The points: a name, and the plan that it stands for. One more technique is one more line.
+
+All points of a chart train one network on the same images in one step, by Adam. BatchNorm goes by
+its running statistics, so that streaming can take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gems.plans import Plan
+
+ALONE = {"ranks": 1, "schedule": "sequential"}
+M = 8  # images of a step on four ranks, one to a micro-batch
+COPIES = {"stages": 16, "ranks": 1, "schedule": "sequential", "data": 4, "micro_batches": M // 4}
+LAST = ("inputs", "inputs", "inputs", "all")  # in 1F1B the last stage has nothing to gain
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Points by their family. `memory` is what the trainer is told of those with `keep="auto"`, in
+    parts of what the first point takes by the simulator."""
+
+    title: str
+    ranks: int
+    images: int
+    side: int
+    families: Mapping[str, Mapping[str, Plan]]
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        return {name: plan for family in self.families.values() for name, plan in family.items()}
+
+    def family(self, name: str) -> str:
+        return next(family for family, plans in self.families.items() if name in plans)
+
+
+CHARTS = {
+    "one-rank": Chart(
+        "ResNet-110-v2 on one rank, one image",
+        ranks=1,
+        images=1,
+        side=192,
+        families={
+            "keeps all": {"keep all": Plan(**ALONE)},
+            "recomputes": {
+                "auto, 3/4": Plan(**ALONE, keep="auto"),
+                "auto, 1/2": Plan(**ALONE, keep="auto"),
+                "auto, 3/8": Plan(**ALONE, keep="auto"),
+                "inputs of 3 stages": Plan(**ALONE, stages=3, keep="inputs"),
+                "inputs of 6 stages": Plan(**ALONE, stages=6, keep="inputs"),
+                "inputs of 12 stages": Plan(**ALONE, stages=12, keep="inputs"),
+            },
+            "streams": {
+                "stream 2x2, 3 stages": Plan(**ALONE, stages=4, stream=((2, 2),) * 3),
+                "stream 4x4, 3 stages": Plan(**ALONE, stages=4, stream=((4, 4),) * 3),
+                "stream 4x4, 6 stages": Plan(**ALONE, stages=7, stream=((4, 4),) * 6),
+                "stream 8x8, 6 stages": Plan(**ALONE, stages=7, stream=((8, 8),) * 6),
+            },
+        },
+        memory={"auto, 3/4": 3 / 4, "auto, 1/2": 1 / 2, "auto, 3/8": 3 / 8},
+    ),
+    "four-ranks": Chart(
+        f"ResNet-110-v2 on four ranks, {M} images",
+        ranks=4,
+        images=M,
+        side=96,
+        families={
+            "pipeline": {
+                "gpipe": Plan(stages=4, schedule="gpipe", micro_batches=M),
+                "1f1b": Plan(stages=4, schedule="1f1b", micro_batches=M),
+                "1f1b, memory balanced": Plan(stages=4, balance="memory", micro_batches=M),
+                "interleaved": Plan(stages=8, ranks=4, schedule="interleaved", micro_batches=M),
+                "zero-bubble": Plan(stages=4, schedule="zero-bubble", micro_batches=M),
+            },
+            "pipeline, recomputes": {
+                "gpipe, inputs": Plan(stages=4, schedule="gpipe", micro_batches=M, keep="inputs"),
+                "gpipe, except-last": Plan(
+                    stages=4, schedule="gpipe", micro_batches=M, keep="except-last"
+                ),
+                "1f1b, inputs": Plan(stages=4, micro_batches=M, keep=LAST),
+                "1f1b, auto, 2/5": Plan(stages=4, micro_batches=M, keep="auto"),
+                "1f1b, auto, 1/5": Plan(stages=4, micro_batches=M, keep="auto"),
+            },
+            "both ways": {
+                "gems": Plan(stages=4, schedule="gems", micro_batches=M),
+                "gems, inputs": Plan(stages=4, schedule="gems", micro_batches=M, keep="inputs"),
+                "gems-zb": Plan(stages=4, schedule="gems-zb", micro_batches=M),
+                "gems, zero 2": Plan(stages=4, schedule="gems", micro_batches=M, zero=2),
+                "auto, both ways": Plan(
+                    stages=4, schedule="auto", bidirectional=True, stashes=4, micro_batches=M
+                ),
+            },
+            "copies": {
+                "copies": Plan(**COPIES),
+                "copies, zero 1": Plan(**COPIES, zero=1),
+                "copies, zero 2": Plan(**COPIES, zero=2),
+                "copies, zero 3": Plan(**COPIES, zero=3),
+                "copies, zero 3, inputs": Plan(**COPIES, zero=3, keep="inputs"),
+            },
+            "tiles": {
+                "tiles 2x2": Plan(schedule="sequential", spatial=((2, 2),), micro_batches=M),
+                "tiles 2x2, auto, 1/8": Plan(
+                    schedule="sequential", spatial=((2, 2),), micro_batches=M, keep="auto"
+                ),
+            },
+        },
+        memory={
+            "1f1b, auto, 2/5": 2 / 5,
+            "1f1b, auto, 1/5": 1 / 5,
+            "tiles 2x2, auto, 1/8": 1 / 8,
+        },
+    ),
+}

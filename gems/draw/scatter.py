@@ -1,0 +1,133 @@
+"""What each way costs in two currencies, such as bytes and seconds, and which ways nothing beats.
+
+s │ 3                        The numbers name the points in a list beside the chart. The line
+  │ └──2                     is the front: to the left of and under it there is no point.
+  │    └──────1              A hollow point is what was predicted for the one it is tied to.
+  └───────────── MiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from gems.draw.curves import ticks
+from gems.draw.shapes import BOLD, INK, PAPER, SOFT, STAGES, dot, legend, line, page, steps, words
+
+Place = Callable[[float, float], tuple[float, float]]
+
+WIDTH, LEFT, TOP, BOTTOM, CHART = 940.0, 64.0, 76.0, 48.0, 560.0
+ROW, LEAST = 16.0, 320.0  # of the list, and of the chart
+
+
+@dataclass(frozen=True)
+class Point:
+    """A way of a family, at (x, y); `said` is where it was predicted."""
+
+    name: str
+    family: str
+    x: float
+    y: float
+    said: tuple[float, float] | None = None
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in one currency without losing in the other, by x."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.x, p.y)):
+        if not found or point.y < found[-1].y:
+            found.append(point)
+    return found
+
+
+def scatter(title: str, points: Sequence[Point], across: str, up: str) -> str:
+    """An SVG; `across` and `up` say what the axes are. What is not finite is left out."""
+    points = [p for p in points if isfinite(p.x) and isfinite(p.y)]
+    height = TOP + BOTTOM + max(LEAST, ROW * (len(points) + 1))
+    body = [words(LEFT, 22, title, 14, more=BOLD)]
+    if not points:
+        return page(WIDTH, height, title, [*body, words(LEFT, height / 2, "nothing", fill=SOFT)])
+    spots = [(p.x, p.y) for p in points] + [p.said for p in points if p.said]
+    xs, ys = zip(*spots, strict=True)
+    columns, rows = ticks(0.0, max(xs)), ticks(0.0, max(ys))
+    floor = height - BOTTOM
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return LEFT + CHART * x / columns[-1], floor - (floor - TOP) * y / rows[-1]
+
+    colours: dict[str, str] = dict(
+        zip(dict.fromkeys(p.family for p in points), STAGES * 4, strict=False)
+    )
+    body += legend(LEFT, 44, [(colour, family) for family, colour in colours.items()])
+    body += _axes(columns, rows, place, across, up, floor)
+    best = front(points)
+    body.append(_stairs([place(p.x, p.y) for p in best]))
+    for point in points:
+        body += _drawn(point, colours[point.family], place)
+    body += _numbers([place(p.x, p.y) for p in points])
+    body += _listed(points, best, colours)
+    return page(WIDTH, height, title, body)
+
+
+def _axes(
+    columns: list[float], rows: list[float], place: Place, across: str, up: str, floor: float
+) -> list[str]:
+    drawn = []
+    for tick in rows:
+        _, y = place(0, tick)
+        drawn.append(line(LEFT, y, LEFT + CHART, y))
+        drawn.append(words(LEFT - 8, y + 4, f"{tick:g}", 11, SOFT, "end"))
+    for tick in columns:
+        x, _ = place(tick, 0)
+        drawn += [line(x, TOP, x, floor), words(x, floor + 16, f"{tick:g}", 11, SOFT, "middle")]
+    drawn.append(words(LEFT + CHART, floor + 34, across, 11, INK, "end"))
+    drawn.append(words(LEFT - 8, TOP - 8, up, 11, INK, "start"))
+    return drawn
+
+
+def _stairs(spots: list[tuple[float, float]]) -> str:
+    """Across at the height of a point until the next one is as narrow."""
+    path = spots[:1]
+    for x, y in spots[1:]:
+        path += [(x, path[-1][1]), (x, y)]
+    return steps(path, SOFT)
+
+
+def _drawn(point: Point, colour: str, place: Place) -> list[str]:
+    x, y = place(point.x, point.y)
+    drawn = []
+    if point.said:
+        u, v = place(*point.said)
+        drawn.append(line(u, v, x, y, colour))
+        tip = f"{point.name}, predicted: {point.said[0]:.4g}, {point.said[1]:.4g}"
+        drawn.append(dot(u, v, 4, PAPER, tip, f'stroke="{colour}"'))
+    drawn.append(dot(x, y, 5, colour, f"{point.name}: {point.x:.4g}, {point.y:.4g}"))
+    return drawn
+
+
+def _numbers(spots: list[tuple[float, float]]) -> list[str]:
+    """Each at the corner of its disc that is furthest from other discs and the numbers so far."""
+    drawn, taken = [], [(x, y) for x, y in spots]
+    for number, (x, y) in enumerate(spots, 1):
+        corners = [(x + dx, y + dy) for dx in (10, -10) for dy in (-9, 9)]
+        others = [spot for spot in taken if spot != (x, y)]
+
+        def room(corner: tuple[float, float], others=others) -> float:
+            return min((abs(corner[0] - u) + abs(corner[1] - v) for u, v in others), default=99.0)
+
+        u, v = max(corners, key=lambda corner: min(room(corner), 24.0))
+        taken.append((u, v))
+        drawn.append(words(u, v + 3.5, str(number), 10, INK, "middle"))
+    return drawn
+
+
+def _listed(points: Sequence[Point], best: list[Point], colours: dict[str, str]) -> list[str]:
+    left = LEFT + CHART + 28
+    drawn = [words(left, TOP, "bold: on the front; hollow: predicted", 10, SOFT)]
+    for number, point in enumerate(points, 1):
+        y = TOP + ROW * number + 4
+        drawn.append(dot(left + 4, y - 4, 4, colours[point.family], point.family))
+        said = f"{number}  {point.name}: {point.x:.4g}, {point.y:.3g}"
+        drawn.append(words(left + 14, y, said, 11, INK, more=BOLD if point in best else ""))
+    return drawn

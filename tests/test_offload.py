@@ -1,0 +1,446 @@
+"""What waits for backward is put away, on the host or on disk: the same numbers, less memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gems.costs import Cost, Costs, unit
+from gems.draw.chrome import chrome
+from gems.draw.svg import svg
+from gems.errors import PlanError
+from gems.machine import Link, machine
+from gems.plans import Plan
+from gems.schedule import greedy
+from gems.schedule.build import lowered
+from gems.schedule.check import check
+from gems.schedule.core import Kind, Schedule, parse
+from gems.schedule.passes import lower
+from gems.simulation import simulate
+from gems.torch.offload import Bundle, View
+from gems.torch.store import Handle, Host, Slot
+from gems.torch.trainer import Trainer
+from gems.transport.core import Transport
+from gems.transport.local import run
+from tests.exact import Outcome, alone, assert_equal, batches, join, plainly, planned, sgd, trained
+from tests.test_generated import LAYERS, RANDOM, Generated, loss, networks, plans, sizes, some_data
+from tests.test_keep import Rough, known
+from tests.test_spatial_plans import classifier, labelled
+from tests.test_zero import assert_same
+from tests.test_zero import planned as shared
+from tests.worlds import spawn
+
+Tensor = torch.Tensor
+GPIPE = Plan(stages=2, schedule="gpipe", micro_batches=6, offload="stash")
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+def test_stores_follow_messages_and_loads_come_one_action_early() -> None:
+    """Sample 4 of 6 stays: when it has left, it must return."""
+    first = str(lowered(GPIPE)).splitlines()[0]
+    assert first == (
+        "0: 0F0 0F0>1 0S0 0F1 0F1>1 0S1 0F2 0F2>1 0S2 0F3 0F3>1 0S3 0F4 0F4>1 0B5<1 0F5 0F5>1 "
+        "0B4<1 0B5 0B3<1 0L3 0B4 0B2<1 0L2 0B3 0B1<1 0L1 0B2 0B0<1 0L0 0B1 0B0 0R"
+    )
+    assert parse(str(lowered(GPIPE))) == lowered(GPIPE)
+
+
+def test_what_is_recomputed_is_loaded_for_that() -> None:
+    plan = Plan(stages=3, micro_batches=6, keep="inputs", offload="stash")
+    rows = str(lowered(plan)).splitlines()
+    assert "S" not in rows[0], "stage 0 reads the batch, and keeps nothing"
+    assert "1L2 1F3" in rows[1] and "1F3 1F3>2 1S3 1B2<2 1R2" in rows[1]
+    assert "S" not in rows[2], "backward follows at once"
+
+
+def test_one_action_under_way_leaves_nothing_to_put_away() -> None:
+    for plan in (Plan(stages=2), Plan(stages=4, schedule="gems", replications=2)):
+        assert lowered(replace(plan, offload="stash")) == lowered(plan)
+
+
+def changed(old: str, new: str) -> list[str]:
+    text = str(lowered(GPIPE))
+    assert old in text
+    found = check(parse(text.replace(old, new, 1)), GPIPE)
+    return [fault.partition(": ")[2] for fault in found]
+
+
+def test_check_finds_stores_and_loads_that_are_missing_doubled_or_for_nothing() -> None:
+    assert not check(lowered(GPIPE), GPIPE)
+    assert changed("0L3 ", "") == ["0B3 reads what is stored; it wants 0L3 before it"]
+    assert changed("0S3 ", "") == ["0L3, but it is not stored"]
+    assert changed("0S3 ", "0S3 0S3 ") == ["0S3, but it is stored already"]
+    assert changed("0L3 ", "0L3 0L3 ") == ["0L3, but it is loaded already"]
+    assert changed("0B0 0R", "0B0 0S0 0R") == ["0S0, but it is used already"]
+    stays = check(lowered(GPIPE), replace(GPIPE, offload=()))
+    assert stays[0] == (
+        "rank 0, step 2: 0S0 has nothing to do: by the plan, what is kept for backward stays"
+    )
+    early = parse(str(lowered(GPIPE)).replace("0F0 0F0>1 0S0", "0S0 0F0 0F0>1"))
+    assert check(early, GPIPE)[0].startswith("rank 0, step 0: 0S0 waits forever for 0F0")
+
+
+@pytest.mark.parametrize("stages", (1, 3, 5))
+@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("both", (False, True))
+def test_greedy_orders_under_a_cap_may_have_all_samples_under_way(
+    stages: int, ranks: int, both: bool
+) -> None:
+    """Of whole backwards, three stages' stashes are here at most, whatever the priority."""
+    seconds = (1.0, 3.0, 2.0, 1.0, 2.0)
+    costs = Costs(tuple(Cost(f=f, stash=100.0, weights=1.0) for f in seconds[:stages]))
+    options: dict[str, Any] = {"ranks": min(stages, ranks), "bidirectional": both}
+    plan = Plan(stages=stages, schedule="auto", micro_batches=9, offload="stash", **options)
+    for priority in greedy.PRIORITIES.values():
+        order = greedy.order(plan, costs, memory=300.0, split=False, priority=priority)
+        found = simulate(lower(order, plan), plan, costs)
+        assert max(peak.stash for peak in found.peaks) <= 300
+    with pytest.raises(PlanError, match="3 stages of a micro-batch need 300"):
+        greedy.order(plan, costs, memory=299.0, split=False)
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+
+def test_stores_and_loads_travel_beside_the_work_and_are_waited_for() -> None:
+    """Forward and backward take 1 and 2 s, a stash 0.75 s or 3 s either way."""
+    plan = Plan(stages=1, schedule="gpipe", micro_batches=5, offload="stash")
+    costs = Costs((Cost(stash=300.0, weights=1.0),))
+    order, on = lowered(plan, costs), machine("cpu")
+
+    def took(bandwidth: float, plan: Plan = plan) -> float:
+        way = Link(bandwidth, 0.0)
+        return simulate(order, plan, costs, replace(on, host_link=way, disk=way)).seconds
+
+    assert took(400.0) == 15.0, "nothing waits"
+    # 0S0 ends at 4, before 0F2; 0S1 at 8, before 0F3; 0S2 at 12, before 0F4, which ends at 13.
+    # 0B4 to 15. 0L2 was asked for at 13 and is there at 16; 0L1 begins at 16, and so on.
+    assert took(100.0) == 24.0
+    assert took(100.0, replace(plan, offload="stash:disk")) == 24.0, "to and fro never overlap"
+    assert simulate(order, plan, costs).seconds == 15.0, "without a machine they take no time"
+
+
+def test_stores_are_drawn_beside_the_work() -> None:
+    found = simulate(lowered(GPIPE), GPIPE, unit(2))
+    assert found.bubble == pytest.approx(1 / 7), "as without: the links' time is not the ranks'"
+    drawn = svg(found, "", GPIPE)
+    assert ">store<" in drawn and ">load<" in drawn and "0S0 on rank 0" in drawn
+    trace = chrome(found, "", GPIPE)
+    assert '"memory put away"' in trace
+    stays = replace(GPIPE, offload=())
+    assert '"memory put away"' not in chrome(simulate(lowered(stays), stays, unit(2)), "", stays)
+
+
+# --- the same numbers -----------------------------------------------------------------------------
+
+
+def tried(model: nn.Module, data: list[Any], plan: Plan, loss: Any, oracle: Any = plainly) -> None:
+    """Under real costs, an order may have nothing to put away; it is refused then."""
+    try:
+        found = (shared if plan.zero else planned)(model, data, plan, loss)
+    except PlanError as error:
+        if "nothing waits so long" in str(error):
+            reject()
+        raise
+    expected = oracle(model, data, plan.total, loss)
+    (assert_same if plan.zero else assert_equal)(found, expected)
+
+
+@st.composite
+def putting_away(draw: Any) -> Plan:
+    keep = draw(st.sampled_from(("all", "all", "inputs", "except-last", ("layers.1", "stem"))))
+    some = draw(plans().filter(lambda p: puts_away(replace(p, keep=keep, offload="stash"))))
+    levels = (0, 0, 2) if some.bidirectional else (0, 0, 2, 3)
+    return replace(
+        some,
+        keep=keep,
+        offload=draw(st.sampled_from(("stash", "stash:disk"))),
+        zero=draw(st.sampled_from(levels)) if some.data > 1 else 0,
+    )
+
+
+def puts_away(plan: Plan) -> bool:
+    return any(action.kind is Kind.STORE for _, action in lowered(plan))
+
+
+@settings(
+    max_examples=settings().max_examples // 8,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+@given(networks([*LAYERS, *RANDOM]), putting_away(), sizes, st.booleans())
+def test_a_generated_model_whose_stash_is_put_away_trains_like_the_plain_one(
+    model: Generated, plan: Plan, samples: list[int], extra: bool
+) -> None:
+    tried(model, some_data(samples, extra), known(plan, model), loss, alone)
+
+
+TWO = {"stages": 2, "balance": (6, 7), "micro_batches": 5}
+TEAMS = {
+    "tiles": Plan(**TWO, spatial="2x2", schedule="gpipe", offload="stash:disk"),
+    "tiles, inputs": Plan(
+        stages=3, balance=(3, 4, 6), micro_batches=5, spatial=("2x1", "1x2"), schedule="gpipe",
+        keep=("all", "inputs", "inputs"), offload="stash",
+    ),
+    "tiles, runs, split": Plan(
+        **TWO, spatial="1x2", local_dp=2, schedule="zero-bubble", keep=(("3",), "all"),
+        offload="stash",
+    ),
+    "tiles, both ways": Plan(
+        stages=5, balance=(2, 2, 3, 3, 3), placement=((0, 1), 0, 1, 0, 1), spatial="2x1",
+        schedule="sequential", bidirectional=True, micro_batches=2, offload="stash:disk",
+    ),
+    "tiles, zero 3": Plan(
+        **TWO, spatial="2x1", local_dp=2, schedule="gpipe", zero=3, offload="stash", halo="d2",
+    ),
+    "split": Plan(**(TWO | {"micro_batches": 8}), schedule="zero-bubble", offload="stash:disk"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEAMS)
+def test_teams_put_away_as_well(name: str) -> None:
+    plan = TEAMS[name]
+    assert puts_away(plan)
+    data = labelled(plan.total, 1)
+    tried(classifier(), data, plan, F.cross_entropy)
+
+
+def streamed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(),
+        nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
+    ).double()  # fmt: skip
+
+
+def test_a_streamed_stage_puts_away_what_it_received() -> None:
+    plan = Plan(
+        stages=3, balance=(2, 4, 2), stream=("1x2", "2x2"), schedule="gpipe", micro_batches=5,
+        offload="stash",
+    )  # fmt: skip
+    data, found = labelled(5, 1), {}
+    for place in ("stash:disk", ()):
+        found[place] = planned(streamed(), data, replace(plan, offload=place))
+        assert_equal(found[place], plainly(streamed(), data, 5))
+    away, stays = (max(m.stash for _, m in found[k].timeline.memory[1]) for k in ("stash:disk", ()))
+    assert away <= 3 / 5 * stays
+
+
+def test_what_is_easily_done_twice_is_done_once() -> None:
+    """Norms that average, a checkpoint inside the model, a spectral norm, a count, a tied layer."""
+    torch.manual_seed(0)
+    model, data = Rough().double(), batches((6, 3, 6, 6), 5, 2, torch.float64)
+    for keep in ("all", "inputs"):
+        plan = Plan(stages=4, ranks=1, schedule="sequential", micro_batches=2, keep=keep)
+        found = planned(model, data, replace(plan, offload="stash"))
+        assert_equal(found, planned(model, data, plan), 0.0)
+        assert_equal(found, plainly(model, data, 2))
+
+
+class Strides(nn.Module):
+    """What autograd saves here are views: turned, broadcast, of a part, two of one memory, of
+    numbers taken for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x.flatten(1)[:, :36].view(-1, 6, 6)).tanh()
+        x = x.transpose(1, 2) @ x[:, 2:].transpose(1, 2) @ x[:, :4, ::2] @ x[:, :3]
+        picture = x[:, None].expand(-1, 2, -1, -1).contiguous(memory_format=torch.channels_last)
+        x = (self.conv(picture).exp().sigmoid() * picture).sum(1)
+        x = torch.view_as_real(torch.complex(x, x.sin()) ** 2).prod(-1)
+        return self.b(x * x.mean((1, 2), keepdim=True).expand_as(x)).sum(1)
+
+
+def test_views_come_back_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = Strides().double()
+    data = [(torch.randn(5, 3, 4, 4).double(), torch.arange(5)) for _ in range(2)]
+    plan = Plan(schedule="gpipe", micro_batches=5, offload="stash")
+    for place in ("stash", "stash:disk"):
+        found = planned(model, data, replace(plan, offload=place))
+        assert_equal(found, planned(model, data, replace(plan, offload=())), 0.0)
+        assert_equal(found, plainly(model, data, 5))
+
+
+def over_gloo(transport: Transport, plans: list[Plan]) -> list[Outcome]:
+    return [trained(transport, classifier(), labelled(5, 1), plan) for plan in plans]
+
+
+def test_gloo_processes_come_to_the_plain_model() -> None:
+    split = replace(TEAMS["split"], stages=3, balance=(3, 5, 5), micro_batches=5, ranks=3)
+    tiles = replace(TEAMS["tiles"], spatial="1x2", ranks=3, keep=(("4",), "all"))
+    plans = [tiles, split]
+    expected = plainly(classifier(), labelled(5, 1), 5)
+    for outcomes in zip(*spawn(3, over_gloo, plans), strict=True):
+        assert_equal(join(list(outcomes)), expected)
+
+
+# --- less memory ----------------------------------------------------------------------------------
+
+
+def test_a_rank_has_two_stashes_of_eight_and_the_rest_on_disk() -> None:
+    plan = Plan(**(TWO | {"micro_batches": 8}), schedule="gpipe")
+    data = labelled(8, 1)
+    stays = planned(classifier(), data, plan).timeline
+    away = planned(classifier(), data, replace(plan, offload="stash:disk")).timeline
+    assert stays.stashes == (8, 8) and away.stashes == (2, 2)
+    for rank in range(2):
+        rows = [[m for _, m in timeline.memory[rank]] for timeline in (stays, away)]
+        one = max(m.stash for m in rows[0]) // 8
+        assert [max(m.stash for m in row) for row in rows] == [8 * one, 2 * one]
+        assert [max(m.away for m in row) for row in rows] == [0, 6 * one]
+        assert rows[1][-1].away == rows[1][-1].stash == 0
+
+
+class Watched:
+    """The host's memory, which notes whose bytes it took, and how many of them are still there
+    when the first are asked for again."""
+
+    def __init__(self) -> None:
+        self.host = Host(torch.device("cpu"))
+        self.written: list[tuple[StorageWeakRef, int]] = []
+        self.left: int | None = None
+
+    @property
+    def used(self) -> int:
+        return self.host.used
+
+    def slot(self, size: int) -> Slot:
+        return _Watched(self, self.host.slot(size))
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class _Watched:
+    def __init__(self, home: Watched, slot: Slot) -> None:
+        self.home, self.slot, self.size = home, slot, slot.size
+
+    def write(self, tensor: Tensor) -> Handle:
+        memory = tensor.untyped_storage()
+        self.home.written.append((StorageWeakRef(memory), memory.nbytes()))
+        return self.slot.write(tensor)
+
+    def read(self, into: Tensor) -> Handle:
+        if self.home.left is None:
+            self.home.left = sum(size for ref, size in self.home.written if not ref.expired())
+        return self.slot.read(into)
+
+    def free(self) -> None:
+        self.slot.free()
+
+
+LETS_GO: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "all": (classifier, Plan(**TWO, schedule="gpipe")),
+    "inputs": (classifier, Plan(**TWO, schedule="gpipe", keep="inputs")),
+    "runs": (classifier, Plan(**TWO, schedule="gpipe", keep=("all", ("8",)))),
+    "split": (
+        classifier,
+        Plan(stages=3, balance=(5, 6, 2), micro_batches=8, schedule="zero-bubble"),
+    ),
+    "tiles": (
+        classifier,
+        Plan(stages=2, balance=(3, 10), micro_batches=5, schedule="gpipe", spatial=("1x1", "2x1")),
+    ),
+    "streamed": (
+        streamed,
+        Plan(stages=3, balance=(2, 4, 2), stream=("1x2", "2x2"), schedule="gpipe", micro_batches=5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LETS_GO)
+def test_what_is_stored_is_really_gone_and_as_much_as_was_counted(name: str) -> None:
+    """On rank 1, whose stage reads no batch, which its user holds."""
+    make, plan = LETS_GO[name]
+    plan = replace(plan, offload="stash")
+    data = labelled(plan.total, 1)[0]
+
+    def work(transport: Transport) -> tuple[Watched, list[int], Any]:
+        sample = torch.empty(1, 3, 21, 19, dtype=torch.float64)
+        trainer = Trainer(make(), F.cross_entropy, sgd, sample, plan, transport=transport)
+        trainer.adapter.store_of_stash = store = Watched()
+        away, adapter, stored = [], trainer.adapter, trainer.adapter.store
+
+        def noted(stage: int, micro_batch: int) -> list[Any]:
+            handles = stored(stage, micro_batch)
+            away.append(adapter.stash(stage, micro_batch))
+            return handles
+
+        adapter.store = noted  # type: ignore[method-assign]
+        trainer.step(*data)
+        assert store.used == 0, "all slots are free in the end"
+        return store, away, trainer.plan
+
+    store, away, _ = run(plan.world, work)[1]
+    assert away and store.written and store.left in (0, len(away) * data[1].nbytes), "labels"
+    written = sum(size for _, size in store.written)
+    assert written == pytest.approx(sum(away), rel=0.02)
+
+
+def test_what_stays_is_looked_at_and_nothing_more() -> None:
+    bundle = Bundle(frozenset(), torch.device("cpu"))
+    weight = torch.ones(3, requires_grad=True)
+    bundle.weights = {weight.untyped_storage()._cdata}
+    stays = bundle.keep(weight, weight._version)
+    assert isinstance(stays, View) and stays not in bundle.views and stays.open() is not None
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stays.open()
+    assert bundle.keep(x := torch.empty(0)) is x
+    assert bundle.keep(y := torch.complex(torch.ones(2), torch.ones(2)).conj()) is y
+    assert bundle.keep(z := torch.eye(2).to_sparse()) is z
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).exp()
+        z = y * 2
+        y.add_(1)  # exp wants it as it was
+        return z + y
+
+
+@pytest.mark.parametrize("offload", ((), "stash"))
+def test_what_changed_in_place_is_found_out(offload: Any) -> None:
+    data = [(torch.randn(5, 4), torch.arange(5) % 4)]
+    plan = Plan(schedule="gpipe", micro_batches=5, offload=offload)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        planned(InPlace(), data, plan)
+
+
+def test_plans_that_put_nothing_away_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"'stash:disk' .* in this schedule nothing waits so long"):
+        planned(classifier(), labelled(2, 1), Plan(micro_batches=2, offload="stash:disk"))
+
+
+def test_schedules_of_ones_own_get_their_stores() -> None:
+    order = Schedule(tuple(row[::1] for row in lowered(replace(GPIPE, offload=())).ranks))
+    compute = Schedule(tuple(tuple(a for a in row if a.computes) for row in order.ranks))
+    plan = replace(GPIPE, balance=(6, 7))
+    data = labelled(6, 1)
+    found = planned(copy.deepcopy(classifier()), data, plan, schedule=compute)
+    assert_equal(found, plainly(classifier(), data, 6))
+    assert "0S0" in {event.action for event in found.timeline.events}
