@@ -216,8 +216,8 @@ class Trainer:
                 f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
                 "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
             )
-        disk = any(part.endswith(":disk") for part in plan.offload)
-        if self.offload_folder is not None and not (chosen_here or disk):
+        self.on_disk = any(part.endswith(":disk") for part in plan.offload)
+        if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
                 f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
                 "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
@@ -243,7 +243,6 @@ class Trainer:
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
         refuse_unordered(self.model, traced, self.owned, self.unordered)
-        self.on_disk = any(part.endswith(":disk") for part in plan.offload)
         if self.on_disk:
             lean()
         unmade = keep_only(
