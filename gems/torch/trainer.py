@@ -16,41 +16,30 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gems import machine as machines
-from gems.costs import Costs, mean
+from gems.costs import Costs
 from gems.engine.loop import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
-from gems.estimate import estimate
-from gems.files import from_json
-from gems.planner.assign import stages, written
-from gems.planner.explain import chosen, explain
-from gems.planner.room import fitted
-from gems.planner.search import Wish, search
 from gems.plans import ENDLESS, Plan
-from gems.price import price
-from gems.schedule.build import lowered
-from gems.schedule.check import require
-from gems.schedule.core import Kind, Schedule
-from gems.schedule.offload import BETWEEN
-from gems.schedule.passes import forward_only, lower, recompute
+from gems.schedule.core import Schedule
+from gems.schedule.passes import forward_only
 from gems.simulation import simulate
 from gems.timeline import Memory, Timeline, merged
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
 from gems.torch.agree import together
 from gems.torch.batch import Batch, describe, split, tensors
 from gems.torch.endless import Run
-from gems.torch.halos import with_halos
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import connect, device_for
 from gems.torch.malloc import lean, trim
 from gems.torch.outputs import collect
 from gems.torch.pieces import share_out
-from gems.torch.profile import measure
 from gems.torch.random import key
 from gems.torch.scale import LossScale
+from gems.torch.setup import Surroundings, set_up
 from gems.torch.shard import Shard
 from gems.torch.spatial.team import CHANNEL
 from gems.torch.store import Store, store
-from gems.torch.trace import Trace, as_module, trace
+from gems.torch.trace import as_module
 from gems.torch.update import REST, Updates
 from gems.torch.weight_files import write_weights
 from gems.torch.weights import (
@@ -65,7 +54,6 @@ from gems.torch.weights import (
     whole_state,
 )
 from gems.transport.core import Transport
-from gems.zero import needed, share
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -196,26 +184,13 @@ class Trainer:
     ) -> str:
         """Trace, plan, schedule, keep what is ours. Gives a digest of what all ranks must share."""
         self._check_options(sample)
-        if not isinstance(plan, Plan) and plan != "auto":
-            plan = from_json(Plan, Path(plan).read_text())
+        self.model, leaves = as_module(model)
+        where = Surroundings(self.transport, self.device, self.machine, self.memory, self.precision)
         chosen_here = plan == "auto"
-        self.model, self.leaves = as_module(model)
-        traced = self._trace(sample)
+        found = set_up(self.model, leaves, sample, plan, costs, schedule, where)
+        traced, stage_of, plan = found.traced, found.stage_of, found.plan
+        self.plan, self.costs, self.schedule = plan, found.costs, found.schedule
         self.leaves = traced.record.leaves
-        if chosen_here or (isinstance(plan, Plan) and (plan.cut or plan.stream)):
-            traced = replace(traced, graph=with_halos(traced, self.model))
-        blocks = self._block_costs(costs, traced, planned=chosen_here)
-        plan = self._chosen(plan, traced, blocks)
-        if plan.world != self.transport.world:
-            raise PlanError(
-                f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
-                f", but {self.transport.world} were started; start {plan.world}, or change the plan"
-            )
-        if plan.zero and all(len(holders) == 1 for holders in plan.holders):
-            raise PlanError(
-                f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
-                "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
-            )
         self.on_disk = any(part.endswith(":disk") for part in plan.offload)
         if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
@@ -223,21 +198,6 @@ class Trainer:
                 "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
             )
         self._refuse_eager(plan)
-        stage_of = stages(plan, traced.graph, blocks, self.memory)
-        plan = written(plan, traced.graph, stage_of)
-        self.plan = plan = fitted(plan, traced.graph, blocks, stage_of, self._limit())
-        self.costs = price(blocks, traced.graph, stage_of, plan, self.machine)
-        if schedule is None:
-            self.schedule = lowered(plan, self.costs, self._stash_limit())
-        elif plan.schedule == ENDLESS:
-            raise PlanError("schedule '2bw' repeats its own windows; leave out schedule=...")
-        elif any(action.way for _, action in schedule):
-            self.schedule = require(schedule, plan)
-        else:
-            one = plan.one_copy()
-            order = require(recompute(schedule, one), one)
-            self.schedule = require(lower(order, plan), plan)
-        self._refuse_nothing_away()
         self.owned = ownership(traced.graph, stage_of, plan)
         self.minders = minders(self.model, traced, stage_of, self.owned, plan)
         self.first_name = traced.record.names
@@ -271,15 +231,6 @@ class Trainer:
                 "out"
             )
 
-    def _refuse_nothing_away(self) -> None:
-        wanted = self.plan.put_away("stash")
-        if wanted and not any(action.kind is Kind.STORE for _, action in self.schedule):
-            raise PlanError(
-                f"offload='stash:{wanted}' puts away what waits for its backward while a rank does "
-                f"{BETWEEN} other things or more, and in this schedule nothing waits so long; use "
-                "more micro-batches, more stages on a rank, or leave it out"
-            )
-
     def _refuse_eager(self, plan: Plan) -> None:
         wants = {"clip": self.clip is not None, "precision='fp16'": self.precision == "fp16"}
         if plan.updates == "eager" and any(wants.values()):
@@ -300,59 +251,6 @@ class Trainer:
             raise PlanError(f"precision {self.precision!r} is unknown; choose one of {known}")
         if self.accumulate < 1:
             raise PlanError(f"accumulate is {self.accumulate}; an update takes at least one step")
-
-    def _trace(self, sample: Any) -> Trace:
-        dtype = PRECISIONS[self.precision]
-        with torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-            return trace(self.model, sample, device=self.device, leaves=self.leaves, twice=True)
-
-    def _block_costs(self, costs: str | Costs, traced: Trace, planned: bool) -> Costs:
-        if isinstance(costs, Costs):
-            if len(costs) != len(traced.graph.blocks):
-                raise PlanError(
-                    f"costs are of {len(costs)} blocks, the model has {len(traced.graph.blocks)}"
-                )
-            return costs
-        if costs == "auto":
-            costs = "measure" if self.device.type == "cuda" or planned else "estimate"
-        if costs == "measure":
-            # All at once: what a rank takes depends on what the others of its host are doing.
-            found = self.transport.gather(measure(traced, self.model, self.device))
-            if failed := [rank for rank, mine in enumerate(found) if not isinstance(mine, Costs)]:
-                raise PeerError(f"rank {failed[0]} could not measure the model: {found[failed[0]]}")
-            return mean(found)
-        if costs != "estimate":
-            raise PlanError(
-                f"costs is {costs!r}; give 'auto', 'estimate', 'measure' or a gems.Costs"
-            )
-        return estimate(traced.graph, self.machine)
-
-    def _chosen(self, plan: Plan | str | Path, traced: Trace, blocks: Costs) -> Plan:
-        if isinstance(plan, Plan):
-            return plan
-        wish = Wish.on(self.machine, self.transport.world, self.memory)
-        found = search(traced.graph, blocks, self.machine, wish)
-        best = chosen(found)
-        log.info("%s", explain(found))
-        return best.plan
-
-    def _limit(self) -> float:
-        """Bytes per rank: those that were given, or the machine's."""
-        return self.machine.device.memory if self.memory is None else self.memory
-
-    def _stash_limit(self) -> float | None:
-        """What `memory` leaves for backward on the rank with most weights."""
-        if self.memory is None:
-            return None
-        zero, away = self.plan.zero, self.plan.away
-        if zero or away:
-            shares = [
-                [share(self.costs[s], zero, self.plan.sharers(s), away=away) for s in on]
-                for on in self.plan.stages_on
-            ]
-            return self.memory - max(needed(mine, 2.0) for mine in shares)
-        held = [sum(self.costs[s].weights for s in on) for on in self.plan.stages_on]
-        return self.memory - 4 * max(held)
 
     def _put_away_names(self) -> set[str]:
         """Of weights that this rank does not have but while a stage runs."""
