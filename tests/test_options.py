@@ -140,6 +140,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
     ("--data 2 --zero 2", {"zero": 2}),
     ("--offload stash:disk", {"offload": ("stash:disk",)}),
+    ("--stages 2 --ranks 1 --schedule l2l --updates eager", {"updates": "eager"}),
     ("--spatial 2x1 --keep inputs --share-inputs", {"share_inputs": True}),
 ]
 SHOWN |= {

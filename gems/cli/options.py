@@ -14,7 +14,7 @@ from gems.grid import HALOS, LAYOUTS
 from gems.keep import spelled
 from gems.machine import MACHINES, Machine
 from gems.offload import offload_of
-from gems.plans import PLACEMENTS, SCHEDULES, ZERO, Plan
+from gems.plans import PLACEMENTS, SCHEDULES, UPDATES, ZERO, Plan
 
 if TYPE_CHECKING:
     from gems.data.source import Source
@@ -179,6 +179,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "optimizer; to the host (default) or on disk: stash:disk,optimizer",
     )
     put(
+        "--updates",
+        choices=UPDATES,
+        default="late",
+        help="when weights are updated: after all work of a step, or each stage as soon as its "
+        "gradients are complete (eager; with --schedule l2l that is L2L-p)",
+    )
+    put(
         "--share-inputs",
         action=argparse.BooleanOptionalAction,
         default=False,
@@ -229,6 +236,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         stream=tuple(filter(None, given.stream.split(","))),
         zero=given.zero,
         offload=offload_of(given.offload),
+        updates=given.updates,
         share_inputs=given.share_inputs,
     )
 

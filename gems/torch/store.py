@@ -16,7 +16,6 @@ memory on some systems, and nothing would be saved.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import tempfile
@@ -152,16 +151,6 @@ class _HostSlot:
         self.home.spare[self.size].append(self.memory)  # pinning anew takes long
 
 
-MMAP_THRESHOLD = -3  # malloc.h
-
-
-def _give_back() -> None:
-    """Have glibc hand large pieces of memory back to the system when they are freed. It would keep
-    what lies below what is still in use, and nothing would be gained by putting memory away."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
-
-
 class Disk:
     """A file without a name, read and written by a thread. [Note: a file without a name]"""
 
@@ -174,7 +163,6 @@ class Disk:
                 f"no file can be made in {folder or tempfile.gettempdir()} to put memory away: "
                 f"{error}. Give another folder"
             ) from error
-        _give_back()
         self.worker = ThreadPoolExecutor(1, "gems-disk")
         self.spare: dict[int, list[int]] = defaultdict(list)
         self.end = self.used = 0

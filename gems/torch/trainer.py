@@ -41,6 +41,7 @@ from gems.torch.endless import Run
 from gems.torch.halos import with_halos
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import connect, device_for
+from gems.torch.malloc import lean, trim
 from gems.torch.outputs import collect
 from gems.torch.pieces import share_out
 from gems.torch.profile import measure
@@ -215,8 +216,8 @@ class Trainer:
                 f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
                 "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
             )
-        disk = any(part.endswith(":disk") for part in plan.offload)
-        if self.offload_folder is not None and not (chosen_here or disk):
+        self.on_disk = any(part.endswith(":disk") for part in plan.offload)
+        if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
                 f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
                 "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
@@ -242,6 +243,8 @@ class Trainer:
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
         refuse_unordered(self.model, traced, self.owned, self.unordered)
+        if self.on_disk:
+            lean()
         unmade = keep_only(
             self.model,
             self.owned.on(self.rank),
@@ -253,6 +256,8 @@ class Trainer:
         )
         self._connect_engines(unmade)
         self.endless = Run(self) if plan.schedule == ENDLESS else None
+        if self.on_disk:
+            trim()
         self.adapter.remember(sample, traced)
         self._refuse_nothing_shared()
         return f"{key(str(self.schedule), plan)}"
@@ -485,6 +490,8 @@ class Trainer:
             self._step_scheduler(loss)
         if update:
             self.window = 0
+        if self.on_disk:
+            trim()
         shown = norm * factor if update and self.clip is not None else None
         return Step(loss, batch.samples, perf_counter() - start, updated, shown, interrupted)
 
