@@ -32,7 +32,18 @@ from gems.torch.store import Handle, Host, Slot
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
-from tests.exact import Outcome, alone, assert_equal, batches, join, plainly, planned, sgd, trained
+from tests.exact import (
+    Outcome,
+    alone,
+    assert_equal,
+    batches,
+    join,
+    plainly,
+    planned,
+    same_state,
+    sgd,
+    trained,
+)
 from tests.test_generated import LAYERS, RANDOM, Generated, loss, networks, plans, sizes, some_data
 from tests.test_keep import Rough, known
 from tests.test_spatial_plans import classifier, labelled
@@ -345,6 +356,60 @@ class _Watched:
         self.slot.free()
 
 
+class Late:
+    """A store that does nothing before it is waited for."""
+
+    def __init__(self) -> None:
+        self.host = Host(torch.device("cpu"))
+
+    @property
+    def used(self) -> int:
+        return self.host.used
+
+    def slot(self, size: int) -> Slot:
+        return _Late(self.host.slot(size))
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class _Late:
+    def __init__(self, slot: Slot) -> None:
+        self.slot, self.size = slot, slot.size
+
+    def write(self, tensor: Tensor) -> Handle:
+        return _Waited(lambda: self.slot.write(tensor))
+
+    def read(self, into: Tensor) -> Handle:
+        return _Waited(lambda: self.slot.read(into.zero_()))
+
+    def free(self) -> None:
+        self.slot.free()
+
+
+class _Waited:
+    def __init__(self, work: Callable[[], Handle]) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work().wait()
+
+
+@pytest.mark.parametrize("keep", ("all", "inputs"))
+def test_nothing_goes_or_is_read_before_it_was_waited_for(keep: str) -> None:
+    plan = Plan(**TWO, schedule="gpipe", offload="stash", keep=keep)
+    data, model = labelled(5, 1), classifier()
+
+    def work(transport: Transport) -> dict[str, Tensor]:
+        sample, mine = torch.empty(1, 3, 21, 19, dtype=torch.float64), copy.deepcopy(model)
+        trainer = Trainer(mine, F.cross_entropy, sgd, sample, plan, transport=transport)
+        trainer.adapter.store_of_stash = Late()
+        trainer.step(*data[0])
+        return trainer.state_dict()
+
+    same_state(run(2, work)[0], plainly(model, data, 5).state)
+
+
 LETS_GO: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "all": (classifier, Plan(**TWO, schedule="gpipe")),
     "inputs": (classifier, Plan(**TWO, schedule="gpipe", keep="inputs")),
@@ -429,6 +494,23 @@ def test_what_changed_in_place_is_found_out(offload: Any) -> None:
     plan = Plan(schedule="gpipe", micro_batches=5, offload=offload)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         planned(InPlace(), data, plan)
+
+
+def test_what_changed_before_it_was_stored_is_found_out_when_it_is_back() -> None:
+    bundle, store = Bundle(frozenset(), torch.device("cpu")), Host(torch.device("cpu"))
+    x, y = torch.zeros(3), torch.zeros(2)
+    changed, same = bundle.keep(x, x._version), bundle.keep(y, y._version)
+    x.add_(1)
+    for handle in bundle.store(store):
+        handle.wait()
+    bundle.let_go()
+    for handle in bundle.load():
+        handle.wait()
+    bundle.arrive()
+    assert isinstance(same, View) and torch.equal(same.open(), y) and store.used == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        assert isinstance(changed, View)
+        changed.open()
 
 
 def test_plans_that_put_nothing_away_are_refused() -> None:
