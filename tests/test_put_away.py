@@ -58,7 +58,7 @@ WHAT = ("weights", "optimizer")
 WHERE = st.sampled_from(("host", "disk"))
 
 
-@settings(max_examples=settings().max_examples // 6, report_multiple_bugs=False)
+@settings(max_examples=settings().max_examples // 8, report_multiple_bugs=False)
 @given(networks(list(LAYERS)), putting_away(), sizes, st.booleans())
 def test_a_generated_model_whose_state_is_put_away_trains_like_the_plain_one(
     model: Generated, plan: Plan, samples: list[int], extra: bool
