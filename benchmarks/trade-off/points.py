@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from gems.plans import Plan
 
 ALONE = {"ranks": 1, "schedule": "sequential"}
+APART = {**ALONE, "balance": "memory"}
 M = 8  # images of a step on four ranks, one to a micro-batch
 COPIES = {"stages": 16, "ranks": 1, "schedule": "sequential", "data": 4, "micro_batches": M // 4}
 LAST = ("inputs", "inputs", "inputs", "all")  # in 1F1B the last stage has nothing to gain
@@ -59,6 +60,19 @@ CHARTS = {
                 "stream 4x4, 6 stages": Plan(**ALONE, stages=7, stream=((4, 4),) * 6),
                 "stream 8x8, 6 stages": Plan(**ALONE, stages=7, stream=((8, 8),) * 6),
             },
+            "puts away, on disk": {
+                "stash of 16 stages": Plan(**APART, stages=16, offload="stash:disk"),
+                "stash of 64 stages": Plan(**APART, stages=64, offload="stash:disk"),
+                "inputs of 64 stages": Plan(
+                    **APART, stages=64, keep="inputs", offload="stash:disk"
+                ),
+                "stash and weights of 64": Plan(
+                    **APART, stages=64, offload="stash:disk,weights:disk"
+                ),
+                "l2l, 16 stages": Plan(
+                    ranks=1, schedule="l2l", stages=16, balance="memory", offload="weights:disk"
+                ),
+            },
         },
         memory={"auto, 3/4": 3 / 4, "auto, 1/2": 1 / 2, "auto, 3/8": 3 / 8},
     ),
@@ -99,6 +113,19 @@ CHARTS = {
                 "copies, zero 2": Plan(**COPIES, zero=2),
                 "copies, zero 3": Plan(**COPIES, zero=3),
                 "copies, zero 3, inputs": Plan(**COPIES, zero=3, keep="inputs"),
+            },
+            "two versions": {
+                "2bw": Plan(stages=4, schedule="2bw", micro_batches=M),
+                "2bw, inputs": Plan(stages=4, schedule="2bw", micro_batches=M, keep=LAST),
+            },
+            "puts away, on disk": {
+                "gpipe, stash": Plan(
+                    stages=4, schedule="gpipe", micro_batches=M, offload="stash:disk"
+                ),
+                "gems, idle weights": Plan(
+                    stages=4, schedule="gems", micro_batches=M, offload="weights:disk"
+                ),
+                "copies, zero 3, weights": Plan(**COPIES, zero=3, offload="weights:disk"),
             },
             "tiles": {
                 "tiles 2x2": Plan(schedule="sequential", spatial=((2, 2),), micro_batches=M),
