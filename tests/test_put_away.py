@@ -58,7 +58,7 @@ WHAT = ("weights", "optimizer")
 WHERE = st.sampled_from(("host", "disk"))
 
 
-@settings(max_examples=settings().max_examples // 6, report_multiple_bugs=False)
+@settings(max_examples=settings().max_examples // 8, report_multiple_bugs=False)
 @given(networks(list(LAYERS)), putting_away(), sizes, st.booleans())
 def test_a_generated_model_whose_state_is_put_away_trains_like_the_plain_one(
     model: Generated, plan: Plan, samples: list[int], extra: bool
@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         Plan(updates="eager", sums="late")
     with pytest.raises(PlanError, match="choose one of late, eager"):
         Plan(updates="never")
-    with pytest.raises(PlanError, match=r"two versions of weights.*cannot be put away"):
+    with pytest.raises(PlanError, match="2bw puts nothing away"):
         Plan(stages=2, schedule="2bw", offload="weights")
     eager = replace(L2L, updates="eager")
     with pytest.raises(PlanError, match="clip must see all of them first; use updates='late'"):

@@ -116,7 +116,8 @@ class Host:
         return _HostSlot(self, memory)
 
     def copy(self, into: Tensor, source: Tensor) -> Handle:
-        if self.stream is None:
+        if self.stream is None or not (into.is_cuda or source.is_cuda):
+            self.finish()  # of memory on the host the stream may still be writing
             into.copy_(source)
             return Done()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
