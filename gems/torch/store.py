@@ -20,6 +20,7 @@ import ctypes
 import os
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -176,6 +177,20 @@ class Disk:
         self.used += size
         return _DiskSlot(self, at, size)
 
+    def begin(self, work: Callable[[Tensor, int], None], memory: Tensor, at: int) -> Handle:
+        """Have the thread do it, on a GPU after all that is asked of the device so far: whoever
+        wrote the memory, or had it before, must be through with it."""
+        event = torch.cuda.Event() if memory.is_cuda else None
+        if event is not None:
+            event.record(torch.cuda.current_stream(self.device))
+
+        def in_turn() -> None:
+            if event is not None:
+                event.synchronize()
+            work(memory, at)
+
+        return _Written(self.worker.submit(in_turn))
+
     def finish(self) -> None:
         self.worker.submit(lambda: None).result()
 
@@ -198,12 +213,10 @@ class _DiskSlot:
         self.memory = None
 
     def write(self, tensor: Tensor, start: int = 0) -> Handle:
-        memory = flat_bytes(tensor)
-        return _Written(self.home.worker.submit(self._write, memory, self.at + start))
+        return self.home.begin(self._write, flat_bytes(tensor), self.at + start)
 
     def read(self, into: Tensor, start: int = 0) -> Handle:
-        memory = flat_bytes(into)
-        return _Written(self.home.worker.submit(self._read, memory, self.at + start))
+        return self.home.begin(self._read, flat_bytes(into), self.at + start)
 
     def free(self) -> None:
         self.home.used -= self.size
@@ -233,4 +246,4 @@ class _DiskSlot:
                 raise GemsError(f"{len(left):,} bytes that were put away on disk are not there")
             left, at = left[done:], at + done
         if here is not memory:
-            memory.copy_(here)
+            memory.copy_(here)  # from memory that is not pinned: it is there when this returns
