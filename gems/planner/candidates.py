@@ -14,6 +14,7 @@ from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
 APART = (4, 16, 64, 128)  # the same, of which one or two are here at a time
+MANY = 2048  # times that ranks run a stage in one step, over all of a copy
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -23,6 +24,11 @@ class Choice:
 
     family: str
     plan: Plan
+
+    @property
+    def quick(self) -> bool:
+        """Whether a step of it is soon simulated: a rank runs few stages, over all of a copy."""
+        return sum(self.plan.sizes) * self.plan.micro_batches <= MANY
 
 
 def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") -> Iterator[Choice]:
@@ -51,26 +57,32 @@ def recomputing(choice: Choice) -> Iterator[Choice]:
     yield Choice(family, replace(plan, keep="auto"))
 
 
-def putting_away(choice: Choice, blocks: int, place: str) -> Iterator[Choice]:
+def putting_away(
+    choice: Choice, blocks: int, place: str, *, state_only: bool = True
+) -> Iterator[Choice]:
     """The same with what waits put away to a `place`: what is kept for backward, as it is or inputs
     only; weights that do not run; both. Ranks that have all of the model are given it in stages,
     even in memory, to have one or two of them here at a time; L2L fetches each of them twice a
-    step, whatever there is to do."""
+    step, whatever there is to do. Without `state_only`, no weights without the stash. Plans that
+    take long to simulate are left out: this is for a few ranks, or a few images."""
     plan, family = choice.plan, f"{choice.family}, put away"
     if plan.zero or plan.schedule == ENDLESS:
         return
     for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
+        if not Choice(family, cut).quick:
+            continue
         yield Choice(family, replace(cut, offload=f"stash:{place}"))
         if plan.schedule not in BY_SAMPLE or cut.depth > 1:
             less = replace(cut, keep=_inputs(cut))
             yield Choice(family, less)
             yield Choice(family, replace(less, offload=f"stash:{place}"))
         if any(len(on) > 1 for on in cut.stages_on):
-            yield Choice(family, replace(cut, offload=f"weights:{place}"))
+            if state_only:
+                yield Choice(family, replace(cut, offload=f"weights:{place}"))
             both = (f"stash:{place}", f"weights:{place}")
             yield Choice(family, replace(cut, offload=both))
             yield Choice(family, replace(cut, keep=_inputs(cut), offload=both))
-        if cut.ranks == 1:
+        if cut.ranks == 1 and state_only:
             one = replace(cut, schedule="l2l", offload=f"weights:{place}")
             yield Choice("layer to layer", one)
 

@@ -10,6 +10,7 @@ from typing import Any
 from gems.costs import Costs
 from gems.errors import PlanError
 from gems.graph import Graph
+from gems.grid import Grid
 from gems.machine import Machine
 from gems.planner.assign import stages, written
 from gems.planner.candidates import (
@@ -24,7 +25,7 @@ from gems.planner.coarse import coarse, finer
 from gems.planner.room import fitted
 from gems.planner.two_buffers import step_seconds
 from gems.planner.underway import held, kept
-from gems.plans import ENDLESS, Plan
+from gems.plans import BIDIRECTIONAL, ENDLESS, Plan
 from gems.price import price
 from gems.schedule.build import build
 from gems.schedule.core import Kind
@@ -34,6 +35,9 @@ from gems.simulation import simulate
 from gems.timeline import KINDS, LINKS, Memory
 from gems.zero import needed, share
 
+PROMISING = 1  # plans of which variants are tried that say little before they are simulated
+# Cuts that were made already: the plan, its blocks' stages, and what they cost on each grid.
+Cuts = dict[object, tuple[Plan, Sequence[int], dict[tuple[Grid, ...], Costs]]]
 TIE = 1.05  # predictions that are closer than this say nothing
 FEW = 256  # blocks that are cut in any way a search may want
 MANY = 4 * FEW  # for one rank, which leaves little to look for
@@ -147,7 +151,7 @@ def search(
     pruned: list[Pruned] = []
     by_time = wish.objective == "time"
     best, slack = inf, TIE if by_time else 1.0
-    cuts: dict[object, tuple[Plan, Costs]] = {}
+    cuts: Cuts = {}
 
     def tried(options: Iterable[Choice]) -> dict[Choice, Pruned]:
         """Look at these; gives those that need too much, with the least that they take."""
@@ -182,17 +186,20 @@ def search(
         variants: Callable[[Choice], Iterable[Choice]],
         *,
         of_state: bool = False,
+        most: int | None = None,
     ) -> dict[Choice, Pruned]:
-        """Look at leaner variants, of the fastest first, as long as one may win: being leaner makes
-        no plan faster. Those that save state are no use where the stash alone is too much, but
-        variants of theirs may be."""
+        """Look at leaner variants, of so many of the fastest first, as long as one may win: being
+        leaner makes no plan faster. Those that save state are no use where the stash alone is too
+        much, but variants of those that save most may be."""
         found: dict[Choice, Pruned] = {}
-        for choice, least_of in sorted(large.items(), key=lambda item: item[1].seconds):
+        fastest = sorted(large.items(), key=lambda item: item[1].seconds)
+        for choice, least_of in fastest[:most]:
             if prune and least_of.seconds >= slack * best:
                 break
             more = list(variants(choice))
             if prune and of_state and least_of.stash > wish.memory:
-                found |= dict.fromkeys(more, least_of)
+                most_shared = max((c.plan.zero for c in more), default=0)
+                found |= {c: least_of for c in more if c.plan.zero == most_shared}
             else:
                 found |= tried(more)
         return found
@@ -204,19 +211,27 @@ def search(
             + ", each with one per stage or more" * (wish.schedule == ENDLESS)
             + f"; ask for {wish.ranks}, or a multiple"
         )
-    large = tried(options)
     blocks, elsewhere = len(graph.blocks), machine.elsewhere
+
+    def away(choice: Choice) -> Iterator[Choice]:
+        """With what waits put away; of the state alone only if the stash fits."""
+        fits = choice not in plain or plain[choice].stash <= wish.memory
+        return putting_away(choice, blocks, elsewhere, state_only=fits)
+
     if by_time:
-        plain = dict(large)
-        large |= leaner(large, lambda choice: sharing(choice, blocks), of_state=True)
+        plain = tried(options)
+        large = plain | leaner(plain, lambda c: sharing(c, blocks), of_state=True)
         leaner(large, recomputing)
-        leaner(plain, lambda choice: putting_away(choice, blocks, elsewhere))
-    else:
+        # Bounds of these are weak, so all would be simulated: look at a few, if any fits.
+        most = PROMISING if prune and fitting else None
+        leaner(plain, away, most=most)
+    if not by_time or not fitting:  # all there is
+        plain = {} if by_time else tried(options)
         shared = [more for choice in options for more in sharing(choice, blocks)]
         tried(shared)
         tried(less for choice in (*options, *shared) for less in recomputing(choice))
         if not (fitting and enough):
-            tried(c for choice in options for c in putting_away(choice, blocks, elsewhere))
+            tried(c for choice in options for c in away(choice))
     if not (fitting and (by_time or enough)):
         parts = streaming(graph, wish.ranks, wish.micro_batches)
         tried(c for c in parts if wish.schedule in ("", c.plan.schedule))
@@ -236,7 +251,7 @@ def _bounded(
     machine: Machine,
     wish: Wish,
     refused: dict[str, str],
-    cuts: dict[object, tuple[Plan, Costs]],
+    cuts: Cuts,
 ) -> Iterator[tuple[Choice, Pruned, Callable[[], Candidate]]]:
     """All candidates with the least that each could take, the most promising first.
 
@@ -274,7 +289,7 @@ def _cut(
     costs: Costs,
     machine: Machine,
     wish: Wish,
-    known: dict[object, tuple[Plan, Costs]],
+    known: Cuts,
 ) -> tuple[Plan, Costs]:
     """The plan with its blocks given out: evened out in time if that fits, under the cap if not."""
     plan = choice.plan
@@ -291,8 +306,12 @@ def _cut(
             _refuse_whole(plan, graph, stage_of)
             given = written(plan, graph, stage_of)
             given = fitted(given, graph, costs, stage_of, wish.memory, wish.state)
-            known[shape] = (given, price(costs, graph, stage_of, given, machine))
-        given, staged = known[shape]
+            known[shape] = (given, stage_of, {})
+        given, stage_of, prices = known[shape]
+        if plan.grids not in prices:
+            given = replace(given, spatial=plan.spatial)
+            prices[plan.grids] = price(costs, graph, stage_of, given, machine)
+        staged = prices[plan.grids]
         cut = replace(plan, stages=given.stages, edges=given.edges, keep=given.keep)
         if cap is not None or _least_bytes(cut, staged, wish)[0] <= wish.memory:
             return cut, staged
@@ -321,10 +340,10 @@ def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
     what the one with the largest stash needs for that alone."""
     keeps, inputs = kept(plan), held(plan)
     most = largest = 0.0
-    stored = bool(plan.put_away("stash"))
+    stored, in_turn = bool(plan.put_away("stash")), plan.schedule in BIDIRECTIONAL
     for on in plan.stages_on[: plan.ranks]:
         stash = max(
-            (1.0 if stored else keeps[s] / len(on)) * staged[s].stash
+            (1.0 if stored or in_turn else keeps[s] / len(on)) * staged[s].stash
             + staged[s].surge
             + max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
             for s in on
@@ -346,6 +365,8 @@ class _Predict:
 
     def __call__(self) -> Candidate:
         one, copies = self.plan.one_copy(), self.plan.data
+        if one.depth == 1:  # all ranks of a team do the same, and sum like copies
+            one, copies = one.lanes(), copies * one.ranks
         room = self.wish.memory - _standing(self.plan, self.staged, self.wish)
         order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
         lowered = lower(order, one, copies)

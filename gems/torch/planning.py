@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -83,10 +85,24 @@ def choose(
         state=state,
         schedule=schedule,
     )
-    if objective == "image":
-        study = study.at(study.largest_side(wish))
-        wish = replace(wish, objective="time")
-    return study.plan(wish), study
+    with _uncollected():
+        if objective == "image":
+            study = study.at(study.largest_side(wish))
+            wish = replace(wish, objective="time")
+        return study.plan(wish), study
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which would look through all blocks and actions again and
+    again for cycles that there are none of: a fifth of the time of a large search."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True)
