@@ -14,7 +14,7 @@ from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
 APART = (4, 16, 64, 128)  # the same, of which one or two are here at a time
-MANY = 2048  # times that ranks run a stage in one step, over all of a copy
+LONG = 2048  # times that ranks run a stage in a step of a copy: it takes long to simulate more
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -24,11 +24,6 @@ class Choice:
 
     family: str
     plan: Plan
-
-    @property
-    def quick(self) -> bool:
-        """Whether a step of it is soon simulated: a rank runs few stages, over all of a copy."""
-        return sum(self.plan.sizes) * self.plan.micro_batches <= MANY
 
 
 def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") -> Iterator[Choice]:
@@ -69,11 +64,11 @@ def putting_away(
     if plan.zero or plan.schedule == ENDLESS:
         return
     for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
-        if not Choice(family, cut).quick:
+        if sum(cut.sizes) * cut.micro_batches > LONG:
             continue
+        less = replace(cut, keep=_inputs(cut))
         yield Choice(family, replace(cut, offload=f"stash:{place}"))
         if plan.schedule not in BY_SAMPLE or cut.depth > 1:
-            less = replace(cut, keep=_inputs(cut))
             yield Choice(family, less)
             yield Choice(family, replace(less, offload=f"stash:{place}"))
         if any(len(on) > 1 for on in cut.stages_on):
@@ -81,7 +76,7 @@ def putting_away(
                 yield Choice(family, replace(cut, offload=f"weights:{place}"))
             both = (f"stash:{place}", f"weights:{place}")
             yield Choice(family, replace(cut, offload=both))
-            yield Choice(family, replace(cut, keep=_inputs(cut), offload=both))
+            yield Choice(family, replace(less, offload=both))
         if cut.ranks == 1 and state_only:
             one = replace(cut, schedule="l2l", offload=f"weights:{place}")
             yield Choice("layer to layer", one)

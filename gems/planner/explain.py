@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 
 from gems.draw.table import table
@@ -128,17 +129,20 @@ def bought(found: Found) -> str:
 def streaming_bought(found: Found) -> str:
     """What the best plan gains by running one part of the image after the other."""
     best = found.best
-    others = [c.bytes for c in (*found.fitting, *found.rest) if not c.plan.stream]
-    others += [p.bytes for p in found.pruned if not p.plan.stream]
+    others = _sizes(found, lambda plan: not plan.stream)
     text = f"streaming {streams(best.plan)}: {size(best.bytes)} are enough"
     return f"{text} where the leanest without takes {size(min(others))}" if others else text
+
+
+def _sizes(found: Found, wanted: Callable[[Plan], bool]) -> list[float]:
+    """Bytes of plans of some kind, at least, whether they fit or not."""
+    return [c.bytes for c in (*found.fitting, *found.rest, *found.pruned) if wanted(c.plan)]
 
 
 def put_away(found: Found) -> str:
     """What the best plan gains by what it puts away."""
     best = found.best
-    others = [c.bytes for c in (*found.fitting, *found.rest) if not c.plan.offload]
-    others += [p.bytes for p in found.pruned if not p.plan.offload]
+    others = _sizes(found, lambda plan: not plan.offload)
     where = best.plan.offload[0].partition(":")[2]
     text = f"{' and '.join(_away(best.plan))} to {where}: {size(best.bytes)} are enough"
     if others and min(others) > best.bytes:
