@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gems.graph import Graph, crossings
+from gems.graph import Graph, crossings, members
 from gems.machine import Link
 
 
@@ -52,16 +52,24 @@ class Cost:
     def seconds(self) -> float:
         return self.f + self.i + self.w
 
-    def part(self, share: float) -> Cost:
-        """What a rank pays that does a share of the work; it has all the weights."""
-        if share == 1:
+    def part(self, share: float, exchange: float = 0.0, seconds: float = 0.0) -> Cost:
+        """What a rank pays that does a share of the work; it has all the weights. Inside it so many
+        bytes are sent, which takes so many seconds, forward and again backward."""
+        if share == 1 and not exchange and not seconds:
             return self
-        seconds = {
-            name: (had - self.launch) * share + self.launch
-            for name in ("f", "i", "w")
-            if (had := getattr(self, name))
-        }
-        return replace(self, **seconds, stash=self.stash * share, workspace=self.workspace * share)
+        f, i, w = (
+            (had - self.launch) * share + self.launch if had else 0.0
+            for had in (self.f, self.i, self.w)
+        )
+        return replace(
+            self,
+            f=f + seconds,
+            i=i + seconds if i else 0.0,
+            w=w,
+            stash=self.stash * share,
+            workspace=self.workspace * share,
+            exchange=self.exchange + exchange,
+        )
 
 
 def together(costs: Iterable[Cost]) -> Cost:
@@ -108,6 +116,14 @@ class Costs:
     teams: tuple[int, ...] = ()
 
     @cached_property
+    def _kept(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for edge in self.messages:
+            size = -(-edge.output // self.team(edge.target)) if edge.kept is None else edge.kept
+            found[edge.target] = found.get(edge.target, 0) + size
+        return found
+
+    @cached_property
     def _edges(self) -> dict[tuple[int, int], Edge]:
         return {(e.source, e.target): e for e in self.messages}
 
@@ -122,9 +138,7 @@ class Costs:
 
     def received(self, stage: int) -> int:
         """Bytes that a rank of a stage keeps of what it is sent for one micro-batch."""
-        edges = [edge for edge in self.messages if edge.target == stage]
-        even = sum(-(-edge.output // self.team(stage)) for edge in edges if edge.kept is None)
-        return even + sum(edge.kept for edge in edges if edge.kept is not None)
+        return self._kept.get(stage, 0)
 
     def part(self, what: str, source: int, target: int) -> int:
         """Bytes on one link: a message goes in as many parts as the larger of its teams has."""
@@ -175,11 +189,8 @@ def unit(stages: int) -> Costs:
 
 def of_stages(blocks: Costs, graph: Graph, stage_of: Sequence[int]) -> Costs:
     """Costs per stage out of costs per block: seconds add up, shared storages count once."""
-    members: list[list[int]] = [[] for _ in range(max(stage_of, default=0) + 1)]
-    for i, stage in enumerate(stage_of):
-        members[stage].append(i)
     stages = []
-    for mine in members:
+    for mine in members(stage_of):
         whole = together(blocks[i] for i in mine)
         stages.append(
             replace(

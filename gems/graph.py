@@ -176,6 +176,14 @@ def around(name: str) -> Iterator[str]:
         at = at.rpartition(".")[0]
 
 
+def members(stage_of: Sequence[int]) -> list[list[int]]:
+    """The blocks of every stage."""
+    found: list[list[int]] = [[] for _ in range(max(stage_of, default=0) + 1)]
+    for block, stage in enumerate(stage_of):
+        found[stage].append(block)
+    return found
+
+
 def crossings(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
     """The values that each stage sends to each other stage, in a fixed order.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 from gems.costs import Cost, Costs, Edge, of_stages, together
-from gems.graph import Block, Graph, crossings
+from gems.graph import Block, Graph, crossings, members
 from gems.grid import Grid
 from gems.machine import Link, Machine
 from gems.overlap import streamed
@@ -16,13 +16,22 @@ from gems.recompute import kept_of, recomputing
 
 
 def price(
-    blocks: Costs, graph: Graph, stage_of: Sequence[int], plan: Plan, machine: Machine
+    blocks: Costs,
+    graph: Graph,
+    stage_of: Sequence[int],
+    plan: Plan,
+    machine: Machine,
+    stages: Costs | None = None,
 ) -> Costs:
-    """Costs per stage, as a rank in the middle of each team bears them; messages over `machine`."""
-    whole = of_stages(blocks, graph, stage_of).over(machine.link)
+    """Costs per stage, as a rank in the middle of each team bears them; messages over `machine`.
+
+    `stages` are the costs of the stages as one rank bears them, if those are known.
+    """
+    whole = (stages or of_stages(blocks, graph, stage_of)).over(machine.link)
     items = []
-    for stage, (uncut, grid) in enumerate(zip(whole.items, plan.grids, strict=True)):
-        cost, mine = uncut, [i for i, s in enumerate(stage_of) if s == stage]
+    groups = zip(whole.items, plan.grids, members(stage_of), strict=True)
+    for stage, (uncut, grid, mine) in enumerate(groups):
+        cost = uncut
         if grid.size > 1:
             link = machine.slowest(plan.team_of(stage, 0))
             cost = _cut(uncut, [(graph.blocks[i], blocks[i]) for i in mine], graph, grid, link)
@@ -54,14 +63,11 @@ def _cut(
     """A stage on one of the tiles, or slices, that a grid cuts it into."""
     parts, kept = [], 0.0
     for block, cost in blocks:
-        share = _share(block, graph, grid)
         messages, strips = _strips(block, grid)
         sent = strips + block.sums * (grid.size - 1)
         messages += (grid.size - 1) * block.totals
         seconds = messages * link.latency + sent / link.bandwidth
-        part = cost.part(share)
-        part = replace(part, f=part.f + seconds, i=part.i + seconds * bool(part.i), exchange=sent)
-        parts.append(part)
+        parts.append(cost.part(_share(block, graph, grid), sent, seconds))
         kept += strips * bool(block.saves)
     found = together(parts)
     # A storage that two blocks keep counts once, as in the whole stage.

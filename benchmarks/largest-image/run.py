@@ -38,8 +38,8 @@ SILENT = "no answer from rank"  # what `Ranks` says when time is up
 class Bench:
     """Takes trials on processes that stay, and are started anew when they fail."""
 
-    def __init__(self, results: Results, longest: float) -> None:
-        self.results, self.longest = results, longest
+    def __init__(self, results: Results, longest: float, start: int | None = None) -> None:
+        self.results, self.longest, self.start = results, longest, start
         self.ranks: Ranks | None = None
 
     def row(self, network: str, ranks: int, way: str, cap: int) -> Row:
@@ -55,7 +55,7 @@ class Bench:
 
         multiple = NETWORKS[network].multiple
         square = not WAYS[way].by_cap
-        start = 128 if square else self.so_far(network, ranks, cap)
+        start = self.start or (128 if square else self.so_far(network, ranks, cap))
         found = largest(
             tried, cap, multiple, start=start, longest=self.longest, square=square,
             known=known.values(),
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:3], choices=list(NETWORKS))
     parser.add_argument("--only", default="", help="ways whose name has this in it")
     parser.add_argument("--longest", type=float, default=240, help="seconds of one trial, about")
+    parser.add_argument("--start", type=int, help="the side to begin with, if none was tried yet")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     parser.add_argument("--table", action="store_true", help="only print what was found so far")
     given = parser.parse_args()
@@ -121,7 +122,7 @@ def main() -> None:
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     torch.set_num_threads(1)
     print(where())
-    bench = Bench(results, given.longest)
+    bench = Bench(results, given.longest, given.start)
     rows = []
     try:
         for network in given.networks:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gems.costs import Costs
 from gems.errors import PlanError, faults
-from gems.graph import Graph, around, covering, crossings
+from gems.graph import Graph, around, covering, crossings, members
 from gems.planner.cut import by_weight
 from gems.planner.room import fitted
 from gems.planner.underway import kept
@@ -30,10 +30,7 @@ def assign(
 
 def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
     """The same, if every block has its stage."""
-    groups: list[list[str]] = [[] for _ in range(plan.depth)]
-    for block, stage in zip(graph.blocks, stage_of, strict=True):
-        groups[stage].append(block.name)
-    names = tuple(map(tuple, groups))
+    names = tuple(tuple(graph.blocks[i].name for i in mine) for mine in members(stage_of))
     balance = plan.balance if isinstance(plan.balance, str) else "time"
     edges = tuple(crossings(graph, stage_of))
     if found := list(unkept(plan, graph)):
@@ -62,6 +59,8 @@ def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) 
 def unkept(plan: Plan, graph: Graph) -> Iterator[str]:
     """The names of `keep` that are no block's and no module's."""
     names = dict.fromkeys(n for keep in plan.keeps if not isinstance(keep, str) for n in keep)
+    if not names:
+        return
     known = {name for block in graph.blocks for name in around(block.name)}
     yield from (_unknown(name, graph) for name in names if name not in known)
 

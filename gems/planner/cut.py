@@ -235,11 +235,15 @@ def _even(
     # by every rank of a team.
     state = [STATE * cost.weights for cost in items]
     pairs = list(zip(keeps or (1.0,) * parts, speeds or (1,) * parts, strict=True))
-    rows = [[k * s / n + held for s, held in zip(stash, state, strict=True)] for k, n in pairs]
+    distinct = {
+        (k, n): [k * s / n + held for s, held in zip(stash, state, strict=True)]
+        for k, n in set(pairs)
+    }
+    rows = [distinct[pair] for pair in pairs]
     crossing = graph.crossing[blocks.start : blocks.stop]
     if what == "memory":
         starts = evened([[0.0, *accumulate(row)] for row in rows], crossing)
     else:
         room = Room(rows, cap) if cap is not None else None
         starts = cut([cost.seconds for cost in items], crossing, parts, speeds, room=room)
-    return [sum(i >= start for start in starts) - 1 for i in range(len(blocks))]
+    return [bisect_right(starts, i) - 1 for i in range(len(blocks))]

@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import accumulate, islice
 
 from gems.costs import Cost, Costs
-from gems.graph import Graph, around
+from gems.graph import Graph, around, members
 from gems.keep import Kept
 from gems.planner.underway import kept
 from gems.plans import BIDIRECTIONAL, ENDLESS, Plan
-from gems.recompute import again, footprint, kept_of, runs
+from gems.recompute import Footprint, again, footprint, kept_of, runs
 from gems.zero import needed, share
 
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # runs that all of a stage may be broken into
@@ -31,15 +31,16 @@ def fitted(
     stage_of: Sequence[int],
     memory: float,
     state: float = 2.0,
+    known: Footprints | None = None,
 ) -> Plan:
     """The plan with `auto` written out: as few seconds again as so many bytes per rank allow.
 
     `state` is what the optimizer keeps, in units of the gradients. Where nothing fits, a stage gets
-    what needs least.
+    what needs least. `known` keeps footprints for the next plan.
     """
     if "auto" not in plan.keeps:
         return plan
-    blocks = [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(plan.depth)]
+    blocks, known = members(stage_of), {} if known is None else known
     standing = []
     for stage, mine in enumerate(blocks):
         cost = Cost(weights=graph.held(mine), gradients=graph.trained(mine))
@@ -57,7 +58,7 @@ def fitted(
         on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
         room = memory - sum(standing[s] for s in on) - max(workspace[s] for s in on)
         divided = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none
-        choice = _Stage(graph, costs, blocks[stage], counts[stage] / divided)
+        choice = _Stage(graph, costs, blocks[stage], counts[stage] / divided, known)
         keeps[stage] = choice.best(room / divided * team)
     return replace(plan, keep=tuple(keeps))
 
@@ -72,6 +73,7 @@ def _boundary(graph: Graph, blocks: Sequence[int]) -> int:
 
 
 Blocks = frozenset[int]
+Footprints = dict[tuple[int, int, Blocks], Footprint]  # of the blocks from and to, by what is kept
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class _Stage:
     costs: Costs
     blocks: list[int]
     count: float
+    known: Footprints
 
     def best(self, room: float) -> Kept:
         if self.needs(frozenset(self.blocks)) <= room:
@@ -114,7 +117,10 @@ class _Stage:
 
     def needs(self, kept: Blocks) -> float:
         """Bytes of all micro-batches under way, if these keep what they save."""
-        found = footprint(self.graph, self.blocks, self._with_inner(kept))
+        key = (self.blocks[0], len(self.blocks), kept)
+        if key not in self.known:
+            self.known[key] = footprint(self.graph, self.blocks, self._with_inner(kept))
+        found = self.known[key]
         return self.count * found.stash + found.surge
 
     def seconds(self, kept: Blocks) -> float:

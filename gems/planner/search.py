@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from gems.costs import Costs
 from gems.errors import PlanError
 from gems.graph import Graph
-from gems.grid import Grid
 from gems.machine import Machine
-from gems.planner.assign import stages, written
+from gems.planner.bounds import least_bytes, standing
 from gems.planner.candidates import (
     Choice,
     choices,
@@ -22,49 +20,21 @@ from gems.planner.candidates import (
     streaming,
 )
 from gems.planner.coarse import coarse, finer
-from gems.planner.room import fitted
+from gems.planner.cuts import Cuts
 from gems.planner.two_buffers import step_seconds
-from gems.planner.underway import held, kept
-from gems.plans import BIDIRECTIONAL, ENDLESS, Plan
-from gems.price import price
+from gems.planner.wish import Wish
+from gems.plans import ENDLESS, Plan
 from gems.schedule.build import build
 from gems.schedule.core import Kind
 from gems.schedule.greedy import least
 from gems.schedule.passes import lower
 from gems.simulation import simulate
 from gems.timeline import KINDS, LINKS, Memory
-from gems.zero import needed, share
 
 PROMISING = 1  # plans of which variants are tried that say little before they are simulated
-# Cuts that were made already: the plan, its blocks' stages, and what they cost on each grid.
-Cuts = dict[object, tuple[Plan, Sequence[int], dict[tuple[Grid, ...], Costs]]]
 TIE = 1.05  # predictions that are closer than this say nothing
 FEW = 256  # blocks that are cut in any way a search may want
 MANY = 4 * FEW  # for one rank, which leaves little to look for
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for: so many ranks, bytes on each of them, micro-batches per step.
-
-    `state` is what the optimizer keeps, in units of the gradients; `schedule` the only one wanted,
-    or any that trains as one device does.
-    """
-
-    ranks: int
-    memory: float
-    micro_batches: int
-    objective: str = "time"
-    state: float = 2.0
-    schedule: str = ""
-
-    @classmethod
-    def on(
-        cls, machine: Machine, ranks: int, memory: float | None, micro_batches: int = 0, **rest: Any
-    ) -> Wish:
-        """By default all of the machine's memory, and two micro-batches per rank."""
-        memory = machine.device.memory if memory is None else memory
-        return cls(ranks, memory, micro_batches or 2 * ranks, **rest)
 
 
 @dataclass(frozen=True)
@@ -151,15 +121,13 @@ def search(
     pruned: list[Pruned] = []
     by_time = wish.objective == "time"
     best, slack = inf, TIE if by_time else 1.0
-    cuts: Cuts = {}
+    cuts = Cuts(graph, costs, machine, wish)
 
     def tried(options: Iterable[Choice]) -> dict[Choice, Pruned]:
         """Look at these; gives those that need too much, with the least that they take."""
         nonlocal best
         large: dict[Choice, Pruned] = {}
-        for choice, least_of, predict in _bounded(
-            options, graph, costs, machine, wish, refused, cuts
-        ):
+        for choice, least_of, predict in _bounded(options, cuts, refused):
             reached = least_of.seconds if by_time else least_of.bytes
             hopeless = reached >= slack * best or least_of.bytes > wish.memory
             if least_of.bytes > wish.memory:
@@ -245,22 +213,14 @@ def search(
 
 
 def _bounded(
-    options: Iterable[Choice],
-    graph: Graph,
-    costs: Costs,
-    machine: Machine,
-    wish: Wish,
-    refused: dict[str, str],
-    cuts: Cuts,
+    options: Iterable[Choice], cuts: Cuts, refused: dict[str, str]
 ) -> Iterator[tuple[Choice, Pruned, Callable[[], Candidate]]]:
-    """All candidates with the least that each could take, the most promising first.
-
-    `cuts` are those that were made already.
-    """
+    """All candidates with the least that each could take, the most promising first."""
+    machine, wish = cuts.machine, cuts.wish
     found: list[tuple[Choice, Pruned, Callable[[], Candidate]]] = []
     for choice in options:
         try:
-            plan, staged = _cut(choice, graph, costs, machine, wish, cuts)
+            plan, staged = cuts.of(choice.plan)
         except PlanError as error:
             refused.setdefault(choice.family, str(error))
             continue
@@ -269,7 +229,7 @@ def _bounded(
             if plan.schedule == ENDLESS
             else least(plan.one_copy(), staged)
         )
-        sizes = _least_bytes(plan, staged, wish)
+        sizes = least_bytes(plan, staged, wish)
         predict = _Predict(choice.family, plan, staged, machine, wish)
         found.append((choice, Pruned(choice.family, plan, seconds, *sizes), predict))
     by_time = wish.objective == "time"
@@ -281,76 +241,6 @@ def _bounded(
             entry[1].plan.schedule == "auto",
         ),
     )
-
-
-def _cut(
-    choice: Choice,
-    graph: Graph,
-    costs: Costs,
-    machine: Machine,
-    wish: Wish,
-    known: Cuts,
-) -> tuple[Plan, Costs]:
-    """The plan with its blocks given out: evened out in time if that fits, under the cap if not."""
-    plan = choice.plan
-    for cap in (None, wish.memory):
-        order = None if cap is None else (plan.schedule, plan.micro_batches, plan.placement)
-        if plan.keep == "auto":  # what is kept hangs on how many micro-batches are under way
-            order = (plan.schedule, plan.micro_batches, plan.placement)
-        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep)
-        shape += (plan.stream, plan.balance, plan.offload, cap, order)
-        if plan.zero and order:  # what is shared out, and among how many
-            shape = (*shape, plan.zero, plan.data)
-        if shape not in known:
-            stage_of = stages(plan, graph, costs, cap)
-            _refuse_whole(plan, graph, stage_of)
-            given = written(plan, graph, stage_of)
-            given = fitted(given, graph, costs, stage_of, wish.memory, wish.state)
-            known[shape] = (given, stage_of, {})
-        given, stage_of, prices = known[shape]
-        if plan.grids not in prices:
-            given = replace(given, spatial=plan.spatial)
-            prices[plan.grids] = price(costs, graph, stage_of, given, machine)
-        staged = prices[plan.grids]
-        cut = replace(plan, stages=given.stages, edges=given.edges, keep=given.keep)
-        if cap is not None or _least_bytes(cut, staged, wish)[0] <= wish.memory:
-            return cut, staged
-    raise AssertionError("the second cut is returned whatever it takes")
-
-
-def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
-    for block, stage in zip(graph.blocks, stage_of, strict=True):
-        grid = plan.grids[stage]
-        if block.whole and grid.tiles and grid.size > 1:
-            raise PlanError(f"{block.name} cannot be cut, and stage {stage} would be")
-        if plan.streams[stage] and not block.streams:
-            raise PlanError(f"{block.name} needs the whole image, and stage {stage} would stream")
-
-
-def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
-    """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
-    on = tuple(on)
-    shares = [share(staged[s], plan.zero, plan.sharers(s), away=plan.away) for s in on]
-    twice = sum(staged[s].gradients for s in on) if plan.schedule == ENDLESS else 0.0
-    return needed(shares, wish.state) + twice
-
-
-def _least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
-    """What the fullest rank needs for what its order keeps: of one stage, where it has several; and
-    what the one with the largest stash needs for that alone."""
-    keeps, inputs = kept(plan), held(plan)
-    most = largest = 0.0
-    stored, in_turn = bool(plan.put_away("stash")), plan.schedule in BIDIRECTIONAL
-    for on in plan.stages_on[: plan.ranks]:
-        stash = max(
-            (1.0 if stored or in_turn else keeps[s] / len(on)) * staged[s].stash
-            + staged[s].surge
-            + max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
-            for s in on
-        )
-        most = max(most, _state(plan, on, staged, wish) + stash)
-        largest = max(largest, stash)
-    return most, largest
 
 
 @dataclass(frozen=True)
@@ -367,7 +257,7 @@ class _Predict:
         one, copies = self.plan.one_copy(), self.plan.data
         if one.depth == 1:  # all ranks of a team do the same, and sum like copies
             one, copies = one.lanes(), copies * one.ranks
-        room = self.wish.memory - _standing(self.plan, self.staged, self.wish)
+        room = self.wish.memory - standing(self.plan, self.staged, self.wish)
         order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
         lowered = lower(order, one, copies)
         if one.put_away("stash") and not any(a.kind is Kind.STORE for _, a in lowered):
@@ -389,14 +279,6 @@ class _Predict:
             timeline.bubble,
             max(timeline.seconds - work, 0.0),
         )
-
-
-def _standing(plan: Plan, staged: Costs, wish: Wish) -> float:
-    """Bytes of weights, gradients and optimizer on the rank that has most, and its workspace."""
-    return max(
-        _state(plan, on, staged, wish) + max(staged[s].workspace for s in on)
-        for on in plan.stages_on[: plan.ranks]
-    )
 
 
 def largest_kind(memory: Memory) -> str:

@@ -54,7 +54,10 @@ def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
     found = []
     for stage in range(plan.depth):
         row = [a for a in order.ranks[plan.rank_of(stage, 0)] if a.stage == stage]
-        later = [a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row]
+        again = plan.keeps[stage] in ("inputs", "except-last")
+        later = [
+            again and a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row
+        ]
         pairs = list(zip(row, later, strict=True))
         stashes = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
         inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)

@@ -36,6 +36,8 @@ def recompute(schedule: Schedule, plan: Plan) -> Schedule:
     Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
     not before, the micro-batch takes up the memory of its stash.
     """
+    if not any(keep in ("inputs", "except-last") for keep in plan.keeps):
+        return schedule
     rows = []
     for row in schedule.ranks:
         there = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
