@@ -89,6 +89,7 @@ class Edge:
     """What one stage sends another for one micro-batch: bytes, and bytes of gradients back.
 
     `kept` is what a rank of the target keeps of it to compute from it again; None: its even share.
+    What `stays` each rank has already, but for strips: the same ranks have the same tiles next.
     """
 
     source: int
@@ -96,6 +97,7 @@ class Edge:
     output: int
     gradient: int
     kept: int | None = None
+    stays: bool = False
 
     def size(self, what: str) -> int:
         return self.output if what == "output" else self.gradient
@@ -116,11 +118,19 @@ class Costs:
     teams: tuple[int, ...] = ()
 
     @cached_property
-    def _kept(self) -> dict[int, int]:
+    def _received(self) -> dict[int, int]:
         found: dict[int, int] = {}
         for edge in self.messages:
             size = -(-edge.output // self.team(edge.target)) if edge.kept is None else edge.kept
             found[edge.target] = found.get(edge.target, 0) + size
+        return found
+
+    @cached_property
+    def _given(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for edge in self.messages:
+            size = -(-edge.output // self.team(edge.source))
+            found[edge.source] = found.get(edge.source, 0) + size
         return found
 
     @cached_property
@@ -133,15 +143,26 @@ class Costs:
         edge = self._edges.get(ends)
         return edge.size(what) if edge else 0
 
+    def stays(self, what: str, source: int, target: int) -> bool:
+        """Whether every rank of the target has its part already."""
+        edge = self._edges.get((source, target) if what == "output" else (target, source))
+        return edge is not None and edge.stays
+
     def team(self, stage: int) -> int:
         return self.teams[stage] if self.teams else 1
 
     def received(self, stage: int) -> int:
         """Bytes that a rank of a stage keeps of what it is sent for one micro-batch."""
-        return self._kept.get(stage, 0)
+        return self._received.get(stage, 0)
+
+    def given(self, stage: int) -> int:
+        """Bytes that a rank of a stage has for others when a micro-batch's forward is done."""
+        return self._given.get(stage, 0)
 
     def part(self, what: str, source: int, target: int) -> int:
         """Bytes on one link: a message goes in as many parts as the larger of its teams has."""
+        if self.stays(what, source, target):
+            return 0
         ranks = max(self.team(source), self.team(target))
         return -(-self.bytes(what, source, target) // ranks)
 

@@ -63,12 +63,13 @@ class _Rank:
             self.several[s] = holders > 1
             # Where several ranks hold a stage, gradients have their place from the start, unless
             # they go when they are summed, or with each update.
-            if len(plan.holders[s]) > 1 and not plan.frees_gradients and not endless:
+            if self.several[s] and not plan.frees_gradients and not endless:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.summing: int | None = None  # the stage whose gradients are on their way
         self.state = state
         self.put: set[int] = set()  # stages whose gradients are put away
+        self.updating: int | None = None  # beside the work
         self.optimizer = round(state * sum(mine.optimizer for mine in self.shares.values()))
         self.meter = Meter(self._standing())
         self.at_hand: dict[Message, int] = {}
@@ -134,6 +135,7 @@ class _Rank:
             self.gathered.remove(action.stage)
         elif action.kind is Kind.UPDATE:
             self._settle()
+            self._settle_update()
             self._update(action.stage)
         elif not self.plan.frees_gradients:
             return
@@ -158,8 +160,16 @@ class _Rank:
         brought = self._brought(stage)
         self.meter.add("optimizer", brought)
         self.meter.drop("optimizer", brought)
-        self.put.discard(stage)
-        self.gradients.pop(stage, None)
+        self.updating = stage
+        if self.plan.put_away("weights") != "host":  # where it runs beside the work
+            self._settle_update()
+
+    def _settle_update(self) -> None:
+        """The update under way is made."""
+        if self.updating is not None:
+            self.put.discard(self.updating)
+            self.gradients.pop(self.updating, None)
+            self.updating = None
 
     def _brought(self, stage: int) -> int:
         """Bytes that come back for an update: none where the optimizer works on the host."""
@@ -260,7 +270,10 @@ class _Rank:
         return self.plan.team_for(action.peer, action.micro_batch)
 
     def _part(self, message: Message) -> int:
-        """What goes from one rank to another, if every rank has something for every other."""
+        """What goes from one rank to another: of what does not stay every rank has something for
+        every other."""
+        if self.costs.stays(*message[:3]):
+            return 0
         teams = self.costs.team(message.source) * self.costs.team(message.target)
         return self._bytes(message, teams)
 

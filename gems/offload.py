@@ -12,6 +12,7 @@ disk        a file without a name: for hosts themselves
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 WHAT = ("stash", "weights", "optimizer")
 WHERE = ("host", "disk")
@@ -34,6 +35,7 @@ def offload_of(given: str | Iterable[str] | Mapping[str, str]) -> Offload:
     return tuple(f"{what}:{places[what]}" for what in (*known, *unknown))
 
 
+@cache
 def place_of(offload: Offload, what: str) -> str:
     """Where it is put away: `host` or `disk`, or "" if it stays."""
     return next((part.partition(":")[2] for part in offload if part.startswith(f"{what}:")), "")

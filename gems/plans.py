@@ -351,7 +351,7 @@ class Plan:
         """Where something is while it is not needed: `host`, `disk`, or "" if it stays."""
         return place_of(self.offload, what)
 
-    @property
+    @cached_property
     def away(self) -> tuple[str, ...]:
         """What of stages' state is put away, of `weights` and `optimizer`."""
         return tuple(what for what in ("weights", "optimizer") if self.put_away(what))

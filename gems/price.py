@@ -49,12 +49,15 @@ def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge
     grid, size = plan.grids[edge.target], 0.0
     if grid.size == 1:
         return edge
+    stays = grid == plan.grids[edge.source] and (
+        plan.team_of(edge.source, 0) == plan.team_of(edge.target, 0)
+    )
     for name in crossings(graph, stage_of)[edge.source, edge.target]:
         value = graph.value[name]
         part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value.shape, grid)
         shared = plan.share_inputs and part == 1
         size += ceil(value.bytes / grid.size if shared else value.bytes * part)
-    return replace(edge, kept=round(size))
+    return replace(edge, kept=round(size), stays=stays)
 
 
 def _cut(

@@ -75,6 +75,14 @@ CUT = {
     "tiles, away": Plan(
         stages=2, spatial=(2, 1), micro_batches=8, schedule="gpipe", offload="stash"
     ),
+    "the same tiles, inputs away": Plan(
+        stages=4,
+        spatial=[(2, 2)] * 4,
+        placement=((0, 1, 2, 3),) * 4,
+        schedule="sequential",
+        keep="inputs",
+        offload="stash,weights",
+    ),
     "tiles, fewer blocks": Plan(stages=2, spatial=(2, 2), micro_batches=2, keep=BLOCKS),
 }
 

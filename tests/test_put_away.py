@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,60 @@ def test_a_loss_that_is_no_number_updates_nothing() -> None:
         after = trainer.state_dict()
         for name in ("a.weight", "head.weight"):
             assert torch.equal(before[name], after[name])
+
+    run(1, work)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_stage_is_updated_while_the_one_before_it_runs_where_that_takes_no_memory(
+    place: str,
+) -> None:
+    """L2L-p: beside the work on the host; from disk all of a stage would be here meanwhile."""
+    came = threading.Event()
+
+    class Patient(torch.optim.SGD):
+        by_parameter = True
+
+        def step(self, closure: Any = None) -> Any:
+            overlaps.append(came.wait(10.0 if place == "host" else 0.0))
+            return super().step(closure)
+
+    def work(transport: Transport) -> None:
+        plan = replace(L2L, updates="eager", offload=f"weights:{place}")
+        make = lambda parameters: Patient(parameters, 0.1)  # noqa: E731
+        sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
+        trainer = Trainer(small(), nn.CrossEntropyLoss(), make, sample, plan, transport=transport)
+        backward = trainer.adapter.backward
+
+        def noticed(stage: int, *rest: Any, **more: Any) -> Any:
+            if stage == 1:
+                came.set()
+            return backward(stage, *rest, **more)
+
+        trainer.adapter.backward = noticed  # type: ignore[method-assign]
+        trainer.step(*data(1)[0])
+        assert trainer.adapter.standing().gradients == 0
+        trainer.close()
+
+    overlaps: list[bool] = []
+    run(1, work)
+    assert overlaps == [place == "host", True, True]
+
+
+def test_an_update_that_fails_beside_the_work_ends_the_step() -> None:
+    class Broken(torch.optim.SGD):
+        by_parameter = True
+
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no step today")
+
+    def work(transport: Transport) -> None:
+        plan = replace(L2L, updates="eager", offload="weights:host")
+        make = lambda parameters: Broken(parameters, 0.1)  # noqa: E731
+        sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
+        trainer = Trainer(small(), nn.CrossEntropyLoss(), make, sample, plan, transport=transport)
+        with pytest.raises(ValueError, match="no step today"):
+            trainer.step(*data(1)[0])
 
     run(1, work)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gems.engine.adapter import Adapter
-from gems.engine.loop import Engine
+from gems.engine.loop import Engine, Update
 from gems.plans import Plan
 from gems.schedule.core import Schedule
 from gems.schedule.endless import AT_ONCE, Window, windows
@@ -24,7 +22,7 @@ class Endless:
         schedule: Schedule,
         adapter: Adapter,
         transport: Transport,
-        update: Callable[[int], int],
+        update: Update,
     ) -> None:
         proofs = receipts(schedule, plan.unrolled)[transport.rank]
         self.windows = windows(schedule.ranks[transport.rank], proofs, plan)

@@ -14,9 +14,13 @@ from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.offload import Storing
 from gems.schedule.passes import Receipts, receipts
 from gems.timeline import Event, Memory, Meter, Timeline
-from gems.transport.core import Handle, Transport
+from gems.transport.core import Done, Handle, Transport
 
 log = logging.getLogger(__name__)
+
+# Steps the weights of a stage, at once or beside the work. Gives the bytes that it brought back
+# from where they are put away, for as long as it took, and a handle to wait for.
+Update = Callable[[int], tuple[int, Handle]]
 
 
 class Engine:
@@ -28,10 +32,9 @@ class Engine:
         schedule: Schedule,
         adapter: Adapter,
         transport: Transport,
-        update: Callable[[int], int] | None = None,
+        update: Update | None = None,
     ) -> None:
-        """`update` steps the weights of a stage, in schedules that say when. It gives the bytes
-        that it brought back from where they are put away, for as long as it took."""
+        """`update` steps the weights of a stage, in schedules that say when; see `Update`."""
         self.plan, self.adapter, self.transport = plan, adapter, transport
         self.update = update
         self.actions = schedule.ranks[transport.rank]
@@ -50,6 +53,7 @@ class Engine:
         self.sending: dict[tuple[Message, int], tuple[int, list[Handle]]] = {}
         self.sums: list[tuple[int, list[Handle]]] = []
         self.gathering: dict[int, list[Handle]] = {}
+        self.updating: tuple[Action, Handle] | None = None
         self.storing: tuple[Storing, list[Handle]] | None = None
         self.loading: dict[tuple[int, int], list[Handle]] = {}
 
@@ -285,12 +289,28 @@ class Engine:
         assert update is not None, f"{action} in a schedule of a trainer that updates by itself"
 
         def work() -> None:
-            brought = update(action.stage)
+            brought, handle = update(action.stage)
             self.meter.add("optimizer", brought)
             self.meter.drop("optimizer", brought)
             self.meter.settle(self.adapter.standing())
+            self.updating = (action, handle)
 
+        self._settle_update()
         self._stamped(action, work)
+
+    def _settle_update(self) -> None:
+        """Wait for the update under way."""
+        if self.updating is None:
+            return
+        action, handle = self.updating
+        self.updating = None
+
+        def work() -> None:
+            handle.wait()
+            self.meter.settle(self.adapter.standing())
+
+        if not isinstance(handle, Done):
+            self._stamped(action, work)
 
     # --- memory put away ----------------------------------------------------------------------
 
@@ -332,6 +352,7 @@ class Engine:
         self._let_go_stored()
         self._let_go(list(self.sending))
         self._settle_sums()
+        self._settle_update()
         self.meter.settle(self.adapter.standing())
 
     # --- what was measured --------------------------------------------------------------------

@@ -85,7 +85,10 @@ def putting_away(
 def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
     """A plan of one stage in several, on the same ranks."""
     team = tuple(range(plan.ranks))
-    for stages in (n for n in APART if n <= blocks):
+    counts = [n for n in APART if n <= blocks] or [blocks]
+    if 1.5 * counts[-1] < blocks < APART[-1]:
+        counts.append(blocks)  # each by itself
+    for stages in counts:
         yield replace(
             plan,
             stages=stages,

@@ -721,8 +721,9 @@ class TorchAdapter:
 
     def state(self) -> list[Tensor]:
         """The optimizer's, wherever it is."""
-        state = self.optimizer.state.values() if self.optimizer else ()
-        return [x for entry in state for x in entry.values() if isinstance(x, Tensor)]
+        # Lists: an update beside the work may just be adding to these.
+        state = list(self.optimizer.state.values()) if self.optimizer else ()
+        return [x for entry in state for x in list(entry.values()) if isinstance(x, Tensor)]
 
     def size(self, buffers: Sequence[Tensor]) -> int:
         return sum(b.numel() * b.element_size() for b in buffers)

@@ -28,7 +28,7 @@ from gems.timeline import Timeline
 from gems.torch.batch import Batch, describe, split
 from gems.torch.random import key
 from gems.torch.turns import Turns
-from gems.transport.core import Handle
+from gems.transport.core import Done, Handle
 
 if TYPE_CHECKING:
     from gems.torch.trainer import Step, Trainer
@@ -260,7 +260,7 @@ class Run:
 
     # --- an update ----------------------------------------------------------------------------
 
-    def _update(self, stage: int) -> int:
+    def _update(self, stage: int) -> tuple[int, Handle]:
         """Of the batch whose gradients were summed, if its loss is a number."""
         said, trainer, plain = self.said.popleft(), self.trainer, self.turns.plain
         assert trainer.optimizer is not None
@@ -283,4 +283,4 @@ class Run:
             trainer._step_scheduler(loss)
         trainer._forget_gradients()
         self.turns.summed += 1
-        return 0  # nothing of it is put away
+        return 0, Done()  # nothing of it is put away

@@ -37,9 +37,10 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
         reach = min(reach, reach if stop is None else block_of[stop])
         for at, (call, rule) in enumerate(zip(laid.calls, laid.rules, strict=True)):
             block = block_of[call.name]
-            strips[block][dim] += (sent := _sent(laid, at))
+            sent, read = _fetched(laid, at)
+            strips[block][dim] += sent
             exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
-            around[block][dim] += _around(laid, at)
+            around[block][dim] += read
             if unstreamable(call, rule) is not None:
                 streams = min(streams, block + _ends(laid, at))
             sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
@@ -87,19 +88,13 @@ def _ends(laid: Laid, at: int) -> bool:
     return ends(laid.calls[at], laid.rules[at])
 
 
-def _around(laid: Laid, at: int) -> float:
-    """What a call reads around its outputs, as a part of the image."""
-    found = 0.0
-    for have, pieces in laid.fetches_of(at).values():
-        cells = (m.box.size for want in pieces for m in moves(have, want) if m.source != m.target)
-        found = max(found, sum(cells) / sum(box.size for box in have))
-    return found
-
-
-def _sent(laid: Laid, at: int) -> int:
-    """Bytes that two tiles send each other so that a call can run."""
-    found = 0
+def _fetched(laid: Laid, at: int) -> tuple[int, float]:
+    """Bytes that two tiles send each other so that a call can run, and what it reads around its
+    outputs, as a part of the image."""
+    sent, around = 0, 0.0
     for name, (have, pieces) in laid.fetches_of(at).items():
-        cells = (m.box.size for want in pieces for m in moves(have, want) if m.source != m.target)
-        found += sum(cells) * ITEMSIZE[laid.asks[at].values[name].dtype]
-    return found
+        moved = (m.box.size for want in pieces for m in moves(have, want) if m.source != m.target)
+        cells = sum(moved)
+        sent += cells * ITEMSIZE[laid.asks[at].values[name].dtype]
+        around = max(around, cells / sum(box.size for box in have))
+    return sent, around

@@ -130,6 +130,11 @@ class Shard:
         """Whether all of the weights is put away just here, so that any can be had by itself."""
         return self.store is not None and self.level < 3
 
+    @property
+    def on_host(self) -> bool:
+        """Whether weights are put away where an optimizer can work on them."""
+        return any(flat.home is not None and flat.home.on_host for flat in self.flats)
+
     def copy(self, name: str) -> Tensor:
         """A parameter as it is at home, on the host."""
         assert self.at_home

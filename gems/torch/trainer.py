@@ -53,7 +53,7 @@ from gems.torch.weights import (
     unordered,
     whole_state,
 )
-from gems.transport.core import Transport
+from gems.transport.core import Done, Handle, Transport
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -533,11 +533,11 @@ class Trainer:
         self._gather_updated()
         return True
 
-    def _update_early(self, stage: int) -> int:
+    def _update_early(self, stage: int) -> tuple[int, Handle]:
         """A stage's gradients are complete, and its update need not wait for the others'."""
         assert self.updates is not None
         if not self.adapter.update:  # more calls will add to these gradients
-            return 0
+            return 0, Done()
         losses = [(i, float(loss)) for i, loss in self.adapter.losses]
         for i, loss in losses:
             if not math.isfinite(loss):
@@ -553,7 +553,7 @@ class Trainer:
             for p in self.updates.parts[stage]:
                 if names[id(p)] not in trained and p.grad is not None and not p.grad.any():
                     p.grad = None
-        return self.updates.step(stage, self.factor)
+        return self.updates.begin(stage, self.factor)
 
     def _count_update(self, here: Memory, brought: int) -> None:
         """What is brought back for a late update may be the most that a step has here."""
@@ -704,6 +704,8 @@ class Trainer:
         if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True
+        if self.updates is not None:
+            self.updates.close()
         for away in self.stores:
             away.close()
         self.transport.close()

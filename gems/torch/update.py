@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +14,7 @@ from gems.errors import PlanError
 from gems.torch.shard import Shard
 from gems.torch.states import States
 from gems.torch.store import Store
+from gems.transport.core import Done, Handle
 
 REST = -1  # in place of a stage: what several stages use
 
@@ -35,6 +37,7 @@ class Updates:
         self.optimizer, self.parts = optimizer, parts
         self.shards = shards
         self.states = States(optimizer, store) if store is not None else None
+        self.worker = ThreadPoolExecutor(1, "gems-update")  # which takes no thread until it works
         self.made: set[int] = set()
         self.renew()
 
@@ -42,16 +45,40 @@ class Updates:
         """The stages that were not updated in this step, in one order everywhere."""
         return [stage for stage in self.parts if stage not in self.made]
 
+    def begin(self, stage: int, factor: float = 1.0) -> tuple[int, Handle]:
+        """Update a stage beside the work, where weights, gradients and state are on the host; else
+        at once. Gives the bytes that were brought back for it, and when it is made."""
+        shard = self.shards.get(stage)
+        if shard is None or not shard.on_host:
+            return self.step(stage, factor), Done()
+        self.made.add(stage)
+        if not shard.came:
+            return 0, Done()
+
+        def work() -> None:
+            shard.open()
+            self._step(stage, factor)
+
+        return 0, _Made(self.worker.submit(work), shard)
+
     def step(self, stage: int, factor: float = 1.0) -> int:
         """Update a stage with its gradients times `factor`. Gives the bytes that were brought back
         from where they were put away, for as long as it took."""
         self.made.add(stage)
-        shard, parts = self.shards.get(stage), self.parts[stage]
+        shard = self.shards.get(stage)
         away = shard if shard is not None and shard.store is not None else None
         if away is not None and not away.came:
             return 0
-        brought = 0 if away is None else away.open()
-        stepped = [p for p in parts if p.grad is not None]
+        brought = (0 if away is None else away.open()) + self._step(stage, factor)
+        if away is not None:
+            away.close()
+        elif shard is not None:
+            shard.forget()
+        return brought
+
+    def _step(self, stage: int, factor: float) -> int:
+        """The optimizer's step; gives the bytes of state that came back for it."""
+        stepped = [p for p in self.parts[stage] if p.grad is not None]
         if self.states is not None:
             self.states.fetch(stepped)
         for p in stepped if factor != 1.0 else ():
@@ -62,18 +89,15 @@ class Updates:
                 self.optimizer.step()
         for p in stepped:
             p.grad = None
-        if self.states is not None:
-            brought += self.states.put(stepped)
-        if away is not None:
-            away.close()
-        elif shard is not None:
-            shard.forget()
-        return brought
+        return self.states.put(stepped) if self.states is not None else 0
 
     def put(self, stage: int) -> None:
         """Put away what state the optimizer has of a stage."""
         if self.states is not None:
             self.states.put(self.parts[stage])
+
+    def close(self) -> None:
+        self.worker.shutdown()
 
     def renew(self) -> None:
         """The optimizer has another state than was put away: put that away."""
@@ -81,6 +105,17 @@ class Updates:
             self.states.clear()
         for stage in self.parts:
             self.put(stage)
+
+
+class _Made:
+    """An update beside the work. Whoever waits for it lets its gradients go."""
+
+    def __init__(self, future: Future[None], shard: Shard) -> None:
+        self.future, self.shard = future, shard
+
+    def wait(self) -> None:
+        self.future.result()
+        self.shard.close()
 
 
 @contextmanager

@@ -89,10 +89,14 @@ class Laid:
         rule, found = self.rules[at], {}
         for name, spans in self.wants[at].items() if rule else ():
             layout = self.layouts[name]
-            have, want = layout.boxes(), layout.boxes(clipped(spans, layout))
             if rule and rule.circular:
-                found[name] = (have, [boxes for _, boxes in around(layout, spans)])
-            elif any(w not in h for w, h in zip(want, have, strict=True)):
+                found[name] = (layout.boxes(), [boxes for _, boxes in around(layout, spans)])
+                continue
+            wanted = clipped(spans, layout)
+            if wanted == layout.have:  # as in most layers
+                continue
+            have, want = layout.boxes(), layout.boxes(wanted)
+            if any(w not in h for w, h in zip(want, have, strict=True)):
                 found[name] = (have, [want])
         return found
 
