@@ -30,7 +30,7 @@ class Box:
             raise ValueError(
                 f"a box needs one start and one stop per dim, not {self.start} and {self.stop}"
             )
-        if any(b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if any(map(operator.lt, self.stop, self.start)):
             raise ValueError(f"a box cannot stop before it starts: {self}")
 
     @classmethod
@@ -40,7 +40,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -49,7 +49,7 @@ class Box:
 
     @property
     def empty(self) -> bool:
-        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
+        return any(map(operator.eq, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box:
         """The cells of both; an empty box where there are none."""
@@ -96,14 +96,14 @@ class Box:
         if len(offset) != len(self.start):
             raise ValueError(f"offset {tuple(offset)} has not one entry per dim of {self}")
         return Box(
-            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
-            tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
+            tuple(map(operator.add, self.start, offset)),
+            tuple(map(operator.add, self.stop, offset)),
         )
 
     def relative_to(self, frame: Box) -> Box:
         """This box as seen from the first cell of `frame`: where `frame`'s own array keeps it."""
         self._same_dims(frame)
-        return self.shift([-a for a in frame.start])
+        return self.shift(tuple(map(operator.neg, frame.start)))
 
     def slices(self) -> tuple[slice, ...]:
         """Ready to index an array that starts at coordinate 0; see `relative_to` for others."""
@@ -112,11 +112,15 @@ class Box:
                 f"{self} starts below 0, where slices would count from the end; "
                 "take it relative_to the box that the array holds"
             )
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     def __contains__(self, other: Box) -> bool:
         """Whether every cell of `other` is here."""
-        return other.empty or self.intersect(other) == other
+        self._same_dims(other)
+        inside = all(map(operator.le, self.start, other.start)) and all(
+            map(operator.ge, self.stop, other.stop)
+        )
+        return inside or other.empty
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from gems.geometry import Box, cuts
@@ -36,11 +37,21 @@ class Layout:
 
     def boxes(self, spans: Spans | None = None) -> tuple[Box, ...]:
         """The box of every rank, row-major: of what it has, or of other spans."""
-        spans = self.have if spans is None else spans
-        return tuple(self._box(chosen) for chosen in itertools.product(*spans))
+        return self._have_boxes if spans in (None, self.have) else self._boxes(spans)
 
     def own_boxes(self) -> tuple[Box, ...]:
-        return self.boxes(self.own)
+        return self._own_boxes
+
+    @cached_property
+    def _have_boxes(self) -> tuple[Box, ...]:
+        return self._boxes(self.have)
+
+    @cached_property
+    def _own_boxes(self) -> tuple[Box, ...]:
+        return self._have_boxes if self.own == self.have else self._boxes(self.own)
+
+    def _boxes(self, spans: Spans) -> tuple[Box, ...]:
+        return tuple(self._box(chosen) for chosen in itertools.product(*spans))
 
     def _box(self, chosen: Sequence[Span]) -> Box:
         start, stop = [0] * len(self.shape), list(self.shape)

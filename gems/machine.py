@@ -20,7 +20,8 @@ class Device:
 
     `flops` per second and `bandwidth` in bytes per second are the data sheet's; the efficiencies
     (0 to 1) say how much of each a real layer reaches. `memory` in bytes, `launch` in seconds per
-    kernel. A device that `is_host` computes in the host's memory, so that only disks are elsewhere.
+    kernel, `call` in seconds that Python takes for a layer on a part of a tensor, however small.
+    A device that `is_host` computes in the host's memory, so that only disks are elsewhere.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     compute_efficiency: float
     memory_efficiency: float
     is_host: bool = False
+    call: float = 0.0
 
     def __post_init__(self) -> None:
         found = [
@@ -38,7 +40,11 @@ class Device:
             for n in ("flops", "bandwidth", "memory")
             if not getattr(self, n) > 0
         ]
-        found += [f"launch is {self.launch}, not 0 or more"] if not self.launch >= 0 else []
+        found += [
+            f"{n} is {getattr(self, n)}, not 0 or more"
+            for n in ("launch", "call")
+            if not getattr(self, n) >= 0
+        ]
         found += [
             f"{n} is {getattr(self, n)}, not above 0 and at most 1"
             for n in ("compute_efficiency", "memory_efficiency")

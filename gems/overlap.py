@@ -82,14 +82,20 @@ def workspace(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> float
 
 
 def streamed(
-    cost: Cost, graph: Graph, costs: Costs, blocks: Sequence[int], grid: Sequence[int]
+    cost: Cost,
+    graph: Graph,
+    costs: Costs,
+    blocks: Sequence[int],
+    grid: Sequence[int],
+    call: float = 0.0,
 ) -> Cost:
-    """What a stage costs that runs block by block, and again in backward, weights and all.
+    """What a stage costs that runs block by block, and again in backward, weights and all. Python
+    takes `call` for each, however small.
 
     It keeps what it receives; and if it is the last, the model's output, for the loss.
     """
     overlap, count = overlaps(graph, blocks, grid), prod(grid)
-    seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
+    seconds = {"f": call * count * len(blocks), "i": 0.0, "w": 0.0}
     for i in blocks:
         part = costs[i]
         for kind in seconds:

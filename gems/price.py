@@ -34,11 +34,13 @@ def price(
         cost = uncut
         if grid.size > 1:
             link = machine.slowest(plan.team_of(stage, 0))
-            cost = _cut(uncut, [(graph.blocks[i], blocks[i]) for i in mine], graph, grid, link)
+            cut = [(graph.blocks[i], blocks[i]) for i in mine]
+            cost = _cut(uncut, cut, graph, grid, link, machine.device.call)
         if (kept := kept_of(plan.keeps[stage], graph, mine)) is not None:
             cost = recomputing(cost, uncut, graph, blocks, mine, kept)
         if plan.streams[stage]:
-            cost = streamed(uncut, graph, blocks, mine, plan.streams[stage])
+            call = machine.device.call
+            cost = streamed(uncut, graph, blocks, mine, plan.streams[stage], call)
         items.append(cost)
     messages = tuple(_kept(edge, graph, stage_of, plan) for edge in whole.messages)
     return replace(whole, items=tuple(items), messages=messages, teams=plan.sizes)
@@ -61,9 +63,15 @@ def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge
 
 
 def _cut(
-    stage: Cost, blocks: Sequence[tuple[Block, Cost]], graph: Graph, grid: Grid, link: Link
+    stage: Cost,
+    blocks: Sequence[tuple[Block, Cost]],
+    graph: Graph,
+    grid: Grid,
+    link: Link,
+    call: float,
 ) -> Cost:
-    """A stage on one of the tiles, or slices, that a grid cuts it into."""
+    """A stage on one of the tiles, or slices, that a grid cuts it into; Python takes `call` for
+    each block on a tile."""
     parts, kept = [], 0.0
     for block, cost in blocks:
         messages, strips = _strips(block, grid)
@@ -77,7 +85,11 @@ def _cut(
     alone = sum(cost.stash for _, cost in blocks)
     once = stage.stash / alone if alone else 1.0
     return replace(
-        found, stash=found.stash * once + kept, weights=stage.weights, gradients=stage.gradients
+        found,
+        f=found.f + call * len(blocks) * bool(grid.tiles),
+        stash=found.stash * once + kept,
+        weights=stage.weights,
+        gradients=stage.gradients,
     )
 
 

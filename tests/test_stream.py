@@ -25,10 +25,15 @@ from torch.utils.checkpoint import checkpoint
 import gems
 from gems.cli.main import main
 from gems.errors import PlanError
+from gems.estimate import estimate
 from gems.files import from_json, to_json
+from gems.machine import machine
 from gems.models import build
 from gems.plans import Plan
+from gems.price import price
+from gems.torch.halos import with_halos
 from gems.torch.spatial.stage import Uncuttable
+from gems.torch.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
@@ -393,6 +398,33 @@ def test_the_planner_lets_a_network_stream_as_far_as_it_can() -> None:
     model[1] = nn.BatchNorm2d(8)
     with pytest.raises(PlanError, match="nothing fits"):
         gems.plan(model, sample, ranks=1, memory="2MiB", micro_batches=1)
+
+
+@pytest.mark.parametrize("known", [0, 10**6])
+def test_blocks_may_be_known_from_the_last_time_or_not(
+    known: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gems.torch.stream.KNOWN", known)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
+    data = [(torch.randn(4, 3, 9, 8), torch.randint(2, (4, 9, 8))) for _ in range(2)]
+    double = [(x.double(), y) for x, y in data]
+    plan = Plan(stream=(3, 2), schedule="sequential", micro_batches=2)
+    assert_equal(planned(model.double(), double, plan), plainly(model.double(), double, 2))
+
+
+def test_python_takes_its_time_for_every_layer_of_every_block() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
+    plan, cpu = Plan(stream=(4, 2), schedule="sequential"), machine("cpu")
+    slow = replace(cpu, device=replace(cpu.device, call=cpu.device.call + 1.0))
+    graph = with_halos(trace(model, torch.empty(1, 3, 16, 16)), model)
+    blocks = estimate(graph, cpu)
+    (was,), (found,) = (price(blocks, graph, [0] * 3, plan, m).items for m in (cpu, slow))
+    assert found.f - was.f == pytest.approx(3 * 8), "three layers on eight blocks"
+    assert found.i - was.i == pytest.approx(3 * 8), "which backward runs again"
+    tiles = Plan(spatial=(2, 1))
+    (was,), (found,) = (price(blocks, graph, [0] * 3, tiles, m).items for m in (cpu, slow))
+    assert found.f - was.f == pytest.approx(3)
 
 
 def test_prediction_streams_too() -> None:

@@ -46,6 +46,7 @@ def _shown(found: Machine) -> str:
         ("arithmetic", f"{d.flops / 1e12:.3g} TFLOP/s, {d.compute_efficiency:.0%} reached"),
         ("memory", f"{size(d.memory)}, {d.bandwidth / 1e9:.3g} GB/s, {d.memory_efficiency:.0%}"),
         ("launch", seconds(d.launch)),
+        ("call", seconds(d.call)),
         ("link", _link(found.link)),
     ]
     if found.node is not None:

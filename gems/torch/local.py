@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
+from torch import nn
 
 from gems.machine import Device, Link, Machine
+from gems.plans import Plan
 from gems.torch.spatial.team import Team
 from gems.torch.store import Disk
+from gems.torch.trainer import Trainer
 from gems.transport.torchdist import TorchDist
 
 REPEATS, EXCHANGES = 7, 100
@@ -38,6 +41,7 @@ def measured() -> Machine:
         "device.compute_efficiency": "measured: a 3x3 convolution of 32 channels at 128 x 128",
         "device.memory_efficiency": "measured: the negative of 64 MiB",
         "device.launch": "measured: adding two numbers",
+        "device.call": "measured: a small convolution on 4 x 4 cells of a streamed image",
         "device.memory": "this computer's memory, shared by its cores",
         "link": "measured: gloo between two processes that work, and then wait for each other",
         "host_link": "a copy within memory",
@@ -81,10 +85,24 @@ def _device() -> Device:
         bandwidth=bandwidth,
         memory=memory // (os.cpu_count() or 1),
         launch=tiny,
+        call=_call(),
         compute_efficiency=min(convolved, 1.0),
         memory_efficiency=min(passed, 1.0),
         is_host=True,
     )
+
+
+def _call() -> float:
+    """Of a layer on a part of an image that is too small to take much time of its own."""
+    layers, blocks = 4, 4
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(layers)))
+    plan = Plan(schedule="sequential", stream=((blocks, blocks),))
+    image = torch.randn(1, 8, 4 * blocks, 4 * blocks)
+    trainer = Trainer(model, None, None, image, plan, costs="estimate")
+    try:
+        return _best(lambda: trainer.predict(image)) / (layers * blocks**2)
+    finally:
+        trainer.close()
 
 
 def _best(work: Callable[[], Any]) -> float:

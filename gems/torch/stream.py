@@ -16,9 +16,10 @@ output that is a sum or mean over the image is added up: every block makes a sum
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from gems.torch.spatial.team import Team
 from gems.transport.core import Handle
 
 Tensor = torch.Tensor
+KNOWN = 2048  # calls of all blocks that a stage remembers, of some 3 KB each
 
 
 class Alone(Team):
@@ -97,6 +99,8 @@ class Stream:
         self.inputs, self.outputs, self.program = program.inputs, program.outputs, program
         self.own = set(record.inputs)  # not received from another stage
         self.changed = {n for call in calls for n in call.overwrites}
+        self.grid = next(iter(laid.layouts.values())).grid
+        self.known: list[Block] = []
         self.now: Bound | None = None
         self.bundle: Bundle | None = None  # of the forward under way, if its inputs are put away
         self.surge = 0
@@ -116,17 +120,24 @@ class Stream:
 
     # --- blocks ---------------------------------------------------------------------------------
 
-    def blocks(self) -> Iterator[Block]:
-        """All blocks that have a part of some output; those that are whole go with the first, and
-        of those that add up every block has a summand."""
-        grid = next(iter(self.laid.layouts.values())).grid
+    def blocks(self) -> Iterable[Block]:
+        """All blocks that have a part of some output. Few are known from the last time; many would
+        take up the memory that streaming is to save."""
+        if prod(self.grid) * len(self.laid.calls) > KNOWN:
+            return self._blocks()
+        self.known = self.known or list(self._blocks())
+        return self.known
+
+    def _blocks(self) -> Iterator[Block]:
+        """Outputs that are whole go with the first block, and of those that add up every block has
+        a summand."""
         whole = {
             name: (Box.whole(self.values[name].shape), (...,))
             for name in self.outputs
             if name not in self.laid.layouts
         }
         added = {name: part for name, part in whole.items() if name in self.laid.added}
-        for place in itertools.product(*map(range, grid)):
+        for place in itertools.product(*map(range, self.grid)):
             laid = one_part(self.laid, place)
             parts: dict[str, Any] = dict(whole)
             for name in self.outputs:
@@ -135,7 +146,7 @@ class Stream:
                     if not own.empty:
                         parts[name] = (own, own.relative_to(have).slices())
             if parts:
-                bound = bind(laid, Alone((1,) * len(grid), (0,), 0, None))  # type: ignore[arg-type]
+                bound = bind(laid, Alone((1,) * len(self.grid), (0,), 0, None))  # type: ignore[arg-type]
                 yield Block(bound, {name: bound.box(name) for name in self.inputs}, parts)
             whole = added
 

@@ -274,6 +274,14 @@ class Site:
         places = pytree.tree_leaves((self.call.args, self.call.kwargs), is_leaf=is_place)
         changes = [change(x) if is_place(x) or isinstance(x, Tensor) else None for x in places]
 
+        flat = all(pytree.tree_is_leaf(x, is_leaf=is_place) for x in self.call.args)
+        if flat and not self.call.kwargs:  # as most are
+
+            def run_flat(*args: Any) -> Any:
+                return work(*(x if c is None else c(x) for x, c in zip(args, changes, strict=True)))
+
+            return run_flat
+
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, form = pytree.tree_flatten((args, kwargs))
             parts = [x if c is None else c(x) for x, c in zip(leaves, changes, strict=True)]
