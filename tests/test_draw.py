@@ -502,5 +502,17 @@ def test_a_scatter_has_a_disc_per_point_and_a_hollow_one_where_it_was_predicted(
     assert "1  keep <all>: 300, 2.5" in said and "bytes & seconds" in said
 
 
+def test_twice_as_much_is_as_far_everywhere_in_a_scatter() -> None:
+    points = [Point(str(n), "a", float(2**n), float(2**n)) for n in range(4)]
+    root = ElementTree.fromstring(scatter("powers", points, "MiB", "seconds"))
+    discs = [c for c in root.iter(f"{SVG}circle") if c.get("r") == "5"]
+    for axis in ("cx", "cy"):
+        places = [float(c.get(axis, 0)) for c in discs]
+        gaps = [b - a for a, b in pairwise(places)]
+        assert gaps == pytest.approx([gaps[0]] * 3, abs=0.2) and abs(gaps[0]) > 20
+    with_0 = scatter("from 0", [*points, Point("none", "a", 0.0, 1.0)], "MiB", "seconds")
+    assert ">0</text>" in with_0
+
+
 def test_a_scatter_without_points_is_still_a_picture() -> None:
     assert "nothing" in scatter("empty", [], "MiB", "seconds")

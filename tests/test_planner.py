@@ -305,26 +305,26 @@ def test_the_largest_image_is_the_largest_that_fits() -> None:
     with torch.device("meta"):
         model = models.build("resnet_v1", depth=8)
     study = Study(model, torch.empty(1, 3, 32, 32, device="meta"), V100)
-    wish = Wish(2, 32 * 2**20, 4, "memory")
+    wish = Wish(2, 32 * 2**20, 2, "memory")
     side = study.largest_side(wish)
     assert study.at(side).search(wish).fitting
     assert not study.at(side + 32).search(wish).fitting
     found = plan(
         model, torch.empty(1, 3, 32, 32, device="meta"), ranks=2, machine=V100, memory="32MiB",
-        micro_batches=4, objective="image",
+        micro_batches=2, objective="image",
     )  # fmt: skip
     assert f"images of {side} x {side}" in found.why
     with pytest.raises(PlanError, match=f"the largest image that fits is {side} x {side}"):
         plan(
             model, torch.empty(1, 3, 1024, 1024, device="meta"), ranks=2, machine=V100,
-            memory="32MiB", micro_batches=4,
+            memory="32MiB", micro_batches=2,
         )  # fmt: skip
 
 
 def test_what_fits_is_found_on_paper_even_if_seconds_are_measured() -> None:
     with torch.device("meta"):
         model = models.build("resnet_v1", depth=8)
-    sample, wish = torch.empty(1, 3, 32, 32, device="meta"), Wish(2, 32 * 2**20, 4, "memory")
+    sample, wish = torch.empty(1, 3, 32, 32, device="meta"), Wish(1, 32 * 2**20, 1, "memory")
     with mock.patch("gems.torch.planning.measure", side_effect=AssertionError("it was run")):
         measured = Study(model, sample, V100, "measure").largest_side(wish)
     assert measured == Study(model, sample, V100).largest_side(wish)

@@ -80,7 +80,7 @@ CHARTS = {
         f"ResNet-110-v2 on four ranks, {M} images",
         ranks=4,
         images=M,
-        side=96,
+        side=64,
         families={
             "pipeline": {
                 "gpipe": Plan(stages=4, schedule="gpipe", micro_batches=M),

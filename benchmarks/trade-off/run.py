@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=0, help="instead of the charts' own")
     parser.add_argument("--only", default="", help="the first, and those whose name has this in it")
     parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     log.setLevel(logging.INFO)
@@ -121,11 +122,16 @@ def main() -> None:
     for key in given.charts:
         chart = CHARTS[key]
         side, crowded = given.side or chart.side, chart.ranks > (os.cpu_count() or 1)
-        found, failed = points(key, side, given.turns, given.only)
+        kept = given.out / f"{key}.json"
+        if given.draw:
+            lines = json.loads(kept.read_text())
+            found, failed = [Found(**x | {"said": tuple(x["said"])}) for x in lines], {}
+        else:
+            found, failed = points(key, side, given.turns, given.only)
         picture, best = drawn(chart, side, found, crowded)
         write(given.out / f"{key}.svg", picture)
-        write(given.out / f"{key}.json", json.dumps([asdict(f) for f in found], indent=1) + "\n")
-        print(f"{chart.title} of {side} px, {given.turns} turns\n")
+        write(kept, json.dumps([asdict(f) for f in found], indent=1) + "\n")
+        print(f"{chart.title} of {side} px\n")
         print(table(found, best, failed, crowded), flush=True)
 
 

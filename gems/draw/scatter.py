@@ -1,4 +1,5 @@
 """What each way costs in two currencies, such as bytes and seconds, and which ways nothing beats.
+Twice as much is as far everywhere.
 
 s │ 3                        The numbers name the points in a list beside the chart. The line
   │ └──2                     is the front: to the left of and under it there is no point.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import floor, isfinite, log, log10
 
 from gems.draw.curves import ticks
 from gems.draw.shapes import BOLD, INK, PAPER, SOFT, STAGES, dot, legend, line, page, steps, words
@@ -50,17 +51,17 @@ def scatter(title: str, points: Sequence[Point], across: str, up: str) -> str:
         return page(WIDTH, height, title, [*body, words(LEFT, height / 2, "nothing", fill=SOFT)])
     spots = [(p.x, p.y) for p in points] + [p.said for p in points if p.said]
     xs, ys = zip(*spots, strict=True)
-    columns, rows = ticks(0.0, max(xs)), ticks(0.0, max(ys))
-    floor = height - BOTTOM
+    (columns, along), (rows, above) = _scale(xs), _scale(ys)
+    bottom = height - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + CHART * x / columns[-1], floor - (floor - TOP) * y / rows[-1]
+        return LEFT + CHART * along(x), bottom - (bottom - TOP) * above(y)
 
     colours: dict[str, str] = dict(
         zip(dict.fromkeys(p.family for p in points), STAGES * 4, strict=False)
     )
     body += legend(LEFT, 44, [(colour, family) for family, colour in colours.items()])
-    body += _axes(columns, rows, place, across, up, floor)
+    body += _axes(columns, rows, place, across, up, bottom)
     best = front(points)
     body.append(_stairs([place(p.x, p.y) for p in best]))
     for point in points:
@@ -70,18 +71,33 @@ def scatter(title: str, points: Sequence[Point], across: str, up: str) -> str:
     return page(WIDTH, height, title, body)
 
 
+def _scale(values: Sequence[float]) -> tuple[list[float], Callable[[float], float]]:
+    """Ticks around some values, and where between the first and the last of them a value is: by its
+    ratio to them, for twice as much is as far everywhere; evenly if there is a 0."""
+    low, high = min(values), max(values)
+    if low <= 0:
+        even = ticks(0.0, high)
+        return even, lambda x: x / even[-1]
+    decades = range(floor(log10(low)), floor(log10(high)) + 2)
+    steps = [digit * 10.0**power for power in decades for digit in (1, 2, 5)]
+    first = max(i for i, step in enumerate(steps) if step <= low * (1 + 1e-9))
+    last = min(i for i, step in enumerate(steps) if step >= high and i > first)
+    found = steps[first : last + 1]
+    return found, lambda x: log(x / found[0]) / log(found[-1] / found[0])
+
+
 def _axes(
-    columns: list[float], rows: list[float], place: Place, across: str, up: str, floor: float
+    columns: list[float], rows: list[float], place: Place, across: str, up: str, bottom: float
 ) -> list[str]:
     drawn = []
     for tick in rows:
-        _, y = place(0, tick)
+        _, y = place(columns[0], tick)
         drawn.append(line(LEFT, y, LEFT + CHART, y))
         drawn.append(words(LEFT - 8, y + 4, f"{tick:g}", 11, SOFT, "end"))
     for tick in columns:
-        x, _ = place(tick, 0)
-        drawn += [line(x, TOP, x, floor), words(x, floor + 16, f"{tick:g}", 11, SOFT, "middle")]
-    drawn.append(words(LEFT + CHART, floor + 34, across, 11, INK, "end"))
+        x, _ = place(tick, rows[0])
+        drawn += [line(x, TOP, x, bottom), words(x, bottom + 16, f"{tick:g}", 11, SOFT, "middle")]
+    drawn.append(words(LEFT + CHART, bottom + 34, across, 11, INK, "end"))
     drawn.append(words(LEFT - 8, TOP - 8, up, 11, INK, "start"))
     return drawn
 
