@@ -139,13 +139,16 @@ class Costs:
 
     def bytes(self, what: str, source: int, target: int) -> int:
         """Of the output or the gradient that one stage sends another, all parts together."""
-        ends = (source, target) if what == "output" else (target, source)
-        edge = self._edges.get(ends)
+        edge = self._edge(what, source, target)
         return edge.size(what) if edge else 0
+
+    def _edge(self, what: str, source: int, target: int) -> Edge | None:
+        """Gradients go back over the edge that outputs come by."""
+        return self._edges.get((source, target) if what == "output" else (target, source))
 
     def stays(self, what: str, source: int, target: int) -> bool:
         """Whether every rank of the target has its part already."""
-        edge = self._edges.get((source, target) if what == "output" else (target, source))
+        edge = self._edge(what, source, target)
         return edge is not None and edge.stays
 
     def team(self, stage: int) -> int:

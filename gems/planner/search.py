@@ -190,7 +190,7 @@ def search(
         plain = tried(options)
         large = plain | leaner(plain, lambda c: sharing(c, blocks), of_state=True)
         leaner(large, recomputing)
-        # Bounds of these are weak, so all would be simulated: look at a few, if any fits.
+        # Bounds of their seconds are weak, so all would be simulated: a few, if any fits.
         most = PROMISING if prune and fitting else None
         leaner(plain, away, most=most)
     if not by_time or not fitting:  # all there is
