@@ -1,5 +1,6 @@
 # make train   from nothing to a network trained on real tissue, with a heat map and a report
 # make test    lint, types, tests and the wheel: all that CI runs
+# make quick   lint and the tests that find most, in under two minutes: for the daily loop
 #
 # Both make $(VENV) if it is absent and install the pinned versions; a second run installs nothing.
 # On a machine without a GPU, take the small torch:
@@ -31,10 +32,10 @@ PIP_INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.tx
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint format types unit browser pictures wheel clean
+.PHONY: help train test quick check lint format types unit browser pictures wheel clean
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 train: $(RUN)
 	$(VENV)/bin/gems train --app medical --image-size $(TILE) --augment --num-workers 1 --heat-map \
@@ -50,6 +51,12 @@ check: $(DEV)
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory browser
 	@$(MAKE) --no-print-directory unit
+
+# What breaks first when something is wrong: the numbers, the schedules, the words between ranks.
+QUICK = test_architecture test_geometry test_exact test_golden test_check test_consensus test_generate test_batch_split
+quick: $(DEV)
+	@$(MAKE) --no-print-directory lint
+	GEMS_GENERATE=100 $(PY) -m pytest -q -n 2 --dist worksteal $(QUICK:%=tests/%.py) $(PYTEST_FLAGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .

@@ -28,6 +28,8 @@ class ScheduleError(GemsError, ValueError):
 class PeerError(GemsError, RuntimeError):
     """Another rank died, stopped or disagrees."""
 
+    cause = ""  # what happened there, without what it means here
+
 
 class CheckpointError(GemsError, RuntimeError):
     """A checkpoint that could not be written, or that is damaged, foreign or of another model."""
@@ -37,9 +39,26 @@ class LossError(GemsError, ArithmeticError):
     """A loss that is not a finite number."""
 
 
+MOST_FAULTS = 40  # that one message lists
+LONGEST = 1000  # characters of one fault
+
+
 def faults(heading: str, found: Iterable[str]) -> str:
     """One message out of many faults, so that people can mend all of them at once."""
-    return "\n  - ".join((heading, *found))
+    found = list(found)
+    listed = [short(fault) for fault in found[:MOST_FAULTS]]
+    if len(found) > MOST_FAULTS:
+        listed.append(f"and {len(found) - MOST_FAULTS} more")
+    return "\n  - ".join((heading, *listed))
+
+
+def short(text: object, most: int = LONGEST) -> str:
+    """A text for a message, without its middle if it is long: a file may hold a novel."""
+    text = str(text)
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
 def note(error: BaseException, text: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 
-from gems.errors import PlanError
+from gems.errors import PlanError, short
 
 HALOS = ("d1", "d2")
+MOST = 2**20  # ranks, stages, tiles or micro-batches: a plan with more is a slip of the pen
 
 # What a user may write for one spatial stage, and for all of them.
 Written = int | str | tuple[int, ...]
@@ -74,7 +76,20 @@ def tiles_of(spatial: Spatial) -> tuple[tuple[int, ...], ...]:
 
 
 def _tiles(written: object) -> tuple[int, ...]:
+    tiles = _shape_of(written)
+    if prod(map(abs, tiles)) > MOST:
+        raise _too_many(written)
+    return tiles
+
+
+def _too_many(written: object) -> PlanError:
+    return PlanError(f"{short(repr(written), 100)} are more than {MOST} tiles; give fewer")
+
+
+def _shape_of(written: object) -> tuple[int, ...]:
     if isinstance(written, int):
+        if written > MOST:
+            raise _too_many(written)
         return square(written)
     if isinstance(written, str):
         return _parsed(written.strip())
@@ -87,7 +102,11 @@ def _parsed(text: str) -> tuple[int, ...]:
     """`2x2`, `2x2x2`, `4` or a layout of strips or squares: `vertical:4`."""
     name, colon, cells = text.rpartition(":")
     layout = LAYOUTS.get(name if colon else "square")
+    if any(len(digits) > 9 for digits in re.findall(r"\d+", text)):
+        raise _too_many(text)
     if layout and cells.isdecimal():
+        if int(cells) > MOST:
+            raise _too_many(text)
         return layout(int(cells))
     sides = text.split("x")
     if len(sides) > 1 and all(side.isdecimal() for side in sides):
@@ -97,7 +116,8 @@ def _parsed(text: str) -> tuple[int, ...]:
 
 def _unreadable(written: object) -> PlanError:
     return PlanError(
-        f"{written!r} is not a grid; write rows and columns like 2x2 or (2, 2), depth before them "
+        f"{short(repr(written), 100)} is not a grid; "
+        "write rows and columns like 2x2 or (2, 2), depth before them "
         "like 2x2x2, or square:4, vertical:4, horizontal:4"
     )
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gems.errors import GemsError, PlanError, faults
-from gems.files import from_json
+from gems.files import from_json, read_text
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ def _preset(name: str) -> Machine:
 
 def _read(path: Path) -> Machine:
     try:
-        return from_json(Machine, path.read_text(encoding="utf-8"))
-    except (GemsError, UnicodeDecodeError) as error:
+        return from_json(Machine, read_text(path))
+    except GemsError as error:
         raise PlanError(
             f"{path} does not describe a machine: {error}\n"
             f"Mend the file, or begin with a copy of {FOLDER / 'v100.json'}"
@@ -223,6 +223,9 @@ def bytes_of(size: str | float) -> int:
     number = size.strip().rstrip("BbIiKkMmGgTt").strip()
     unit = size.strip()[len(number) :].strip().upper() or "B"
     try:
-        return int(float(number) * UNITS[unit])
+        found = float(number) * UNITS[unit]
     except (ValueError, KeyError):
-        raise PlanError(f"{size!r} is not a size; write one like 16GiB, 500MB or 4096") from None
+        found = math.nan
+    if not 0 <= found < 2**63:
+        raise PlanError(f"{size!r} is not a size; write one like 16GiB, 500MB or 4096")
+    return int(found)

@@ -19,9 +19,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import prod
 
-from gems.errors import PlanError, faults
-from gems.grid import Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
+from gems.errors import PlanError, faults, short
+from gems.grid import MOST, Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
 from gems.keep import Keep, Kept, by_stage, keep_faults, keep_of
 from gems.offload import Offload, offload_faults, offload_of, place_of
 from gems.stream import stream_faults
@@ -38,6 +39,7 @@ PLACEMENTS = ("straight", "fold")
 SUMS = ("early", "late")
 UPDATES = ("late", "eager")
 ZERO = (0, 1, 2, 3)
+MOST_ACTIONS = 2**20  # forwards of a step on all ranks, each of which is an object or several
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Plan:
             put("keep", "inputs")
         put("stream", tiles_of(self.stream))
         put("offload", offload_of(self.offload))
+        self._check_sizes()
         if self.bidirectional is None:
             put("bidirectional", self.schedule in BIDIRECTIONAL)
         if not self.ranks:
@@ -128,6 +131,27 @@ class Plan:
             put("micro_batches", 2 * self.replications or fewest)
         if found := list(self._faults()):
             raise PlanError(faults("this plan cannot be carried out:", found))
+
+    def _check_sizes(self) -> None:
+        """Before anything is counted out: numbers that nobody means would take all memory."""
+        names = ("depth", "micro_batches", "replications", "data", "ranks", "stashes")
+        sizes = {n: getattr(self, n) for n in (*names, "local_dp", "fused_layers")}
+        sizes["stages"] = sizes.pop("depth")
+        if not isinstance(self.placement, str):
+            teams = [t for t in self.placement if not isinstance(t, int)]
+            flat = [t for t in self.placement if isinstance(t, int)]
+            sizes["a rank of placement"] = max((*flat, *(r for t in teams for r in t)), default=0)
+        if found := [f"{n} is {short(x, 30)}" for n, x in sizes.items() if x > MOST]:
+            raise PlanError(f"{', '.join(found)}; a plan has at most {MOST} of anything")
+        parts = [prod(map(abs, tiles)) for tiles in tiles_of(self.spatial)]
+        cells = sum(parts) + max(0, sizes["stages"] - len(parts)) * max(1, self.local_dp)
+        batches = max(1, self.micro_batches, 2 * self.replications) * max(1, self.data)
+        if cells * batches > MOST_ACTIONS:
+            raise PlanError(
+                f"{sizes['stages']} stages, {batches} micro-batches over all copies and the tiles "
+                f"of each stage make {cells * batches} forwards in one step, more than "
+                f"{MOST_ACTIONS}; give fewer stages, micro-batches, copies or tiles"
+            )
 
     def _default_ranks(self) -> int:
         if not isinstance(self.placement, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -190,6 +190,31 @@ class Timeline:
         """The share of the busy time that went into some kind of action."""
         busy = sum(e.seconds for e in self._at_work)
         return sum(e.seconds for e in self._at_work if wanted(e.parsed())) / busy if busy else 0.0
+
+
+MOST_RANKS = 2**14  # that a picture has lanes for
+LONGEST = 1e9  # seconds
+
+
+def timeline_faults(timeline: Timeline) -> Iterator[str]:
+    """Why a timeline out of a file cannot be one of a step: `gems draw` asks before it draws."""
+    for event in timeline.events:
+        if not 0 <= event.rank < MOST_RANKS:
+            yield f"{event.action} is on rank {event.rank}; ranks are 0 to {MOST_RANKS - 1}"
+        if not -LONGEST <= event.start <= event.stop <= LONGEST:
+            yield f"{event.action} runs from {event.start} to {event.stop} s"
+    for name in ("memory", "peaks"):
+        if (rows := len(getattr(timeline, name))) not in (0, timeline.ranks):
+            yield f"{name} has {rows} rows for {timeline.ranks} ranks"
+    for rank, row in enumerate(timeline.memory):
+        if any(not -LONGEST <= at <= LONGEST or _negative(held) for at, held in row):
+            yield f"the memory of rank {rank} has times or bytes that cannot be"
+    if any(map(_negative, timeline.peaks)):
+        yield "peaks have bytes that cannot be"
+
+
+def _negative(memory: Memory) -> bool:
+    return any(not 0 <= getattr(memory, kind) < 2**60 for kind in (*KINDS, "away"))
 
 
 def merged(parts: list[Timeline]) -> Timeline:

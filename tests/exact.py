@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from gems.geometry import cuts
 from gems.plans import Plan
-from gems.torch.calls import Record
+from gems.torch.calls import Call, Record
 from gems.torch.record import record
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
@@ -163,7 +163,14 @@ class Recordings:
         with self.lock:
             if key not in self.made:
                 self.made[key] = record(model, args, kwargs, **options)
+            elif any(map(_holds_a_model, self.made[key].calls)):
+                return record(model, args, kwargs, **options)
             return self.made[key]
+
+
+def _holds_a_model(call: Call) -> bool:
+    """Whether a call is of one rank's model: it assigns a buffer there."""
+    return any(isinstance(x, nn.Module) for x in pytree.tree_leaves((call.args, call.kwargs)))
 
 
 def _form(x: Any) -> Any:

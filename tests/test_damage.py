@@ -137,14 +137,18 @@ def test_a_file_runs_no_code_even_if_its_checksum_fits(
 ) -> None:
     """Who can write the files can write the manifest, too. DCP's own index is never opened."""
     marker = tmp_path / "marker"
-    path = damaged(whole, tmp_path / "step-2", name, lambda data: pack(marker))
-    sign(path, files={name: pack(marker)})
-    places = manifests.read(path).tensors
-    if name.endswith("distcp"):  # every tensor of it is the pickle, from its first byte
-        size = len(pack(marker))
-        for key, place in places.items():
-            if place.file == name:
-                sign(path, tensors={key: {"offset": 0, "bytes": size}})
+    places = [p for p in manifests.read(whole).tensors.values() if p.file == name]
+
+    def forged(data: bytes) -> bytes:
+        """The pickle; where tensors are, each is one."""
+        for place in places:
+            held = pack(marker).ljust(place.bytes)
+            data = data[: place.offset] + held + data[place.offset + place.bytes :]
+        return data if places else pack(marker)
+
+    path = damaged(whole, tmp_path / "step-2", name, forged)
+    sign(path, files={name: (path / name).read_bytes()})
+    assert manifests.is_complete(path)
     if name == ".metadata":
         assert pair(lambda trainer: trainer.load(path) and trainer.steps) == [2, 2]
         pair(lambda trainer: setattr(trainer, "steps", 0))
@@ -203,6 +207,173 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a field too many": (lambda path: sign(path, colour="green"), "is not a manifest"),
 }
+
+
+BIAS = "model.head.bias"
+
+
+def linked(path: Path, name: str) -> None:
+    """A file of the checkpoint, as a link to itself elsewhere."""
+    moved = path.parent / f"moved {name}"
+    (path / name).rename(moved)
+    (path / name).symlink_to(moved)
+
+
+def restated(path: Path, change: Callable[[dict[str, Any]], object], text: str = "") -> None:
+    """Change state.json, or put a text in its place, with a checksum that fits."""
+    plain = json.loads((path / "state.json").read_text())
+    change(plain)
+    data = (text or json.dumps(plain)).encode()
+    (path / "state.json").write_bytes(data)
+    sign(path, files={"state.json": data})
+
+
+def overlapped(path: Path) -> None:
+    place = manifests.read(path).tensors[BIAS]
+    sign(path, tensors={BIAS: {"offset": place.offset - 1}})
+
+
+def tied(path: Path) -> None:
+    """A state of the optimizer over the bytes of a weight."""
+    weight, state = BIAS, "optimizer.head.bias/momentum_buffer"
+    sign(path, tensors={state: json.loads((path / "manifest.json").read_text())["tensors"][weight]})
+
+
+FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "10^15 numbers": (
+        lambda path: sign(path, tensors={BIAS: {"shape": [10**15]}}),
+        "model.head.bias is (1000000000000000,) in",
+    ),
+    "10^400 numbers": (
+        lambda path: sign(path, tensors={BIAS: {"shape": [10**400]}}),
+        "model.head.bias has the shape, type, offset or bytes",
+    ),
+    "many dims": (
+        lambda path: sign(path, tensors={BIAS: {"shape": [1] * 1000}}),
+        "model.head.bias is (1, 1,",
+    ),
+    "less than nothing": (
+        lambda path: sign(path, tensors={BIAS: {"shape": [-5]}}),
+        "model.head.bias has the shape, type, offset or bytes",
+    ),
+    "an offset below 0": (
+        lambda path: sign(path, tensors={BIAS: {"offset": -1}}),
+        "model.head.bias has the shape, type, offset or bytes",
+    ),
+    "beyond the end": (
+        lambda path: sign(path, tensors={BIAS: {"offset": 10**12}}),
+        "model.head.bias ends at byte",
+    ),
+    "bytes of another tensor": (overlapped, "overlap in __1_0.distcp"),
+    "a state in the bytes of a weight": (tied, "overlap in __1_0.distcp"),
+    "a file of another name": (
+        lambda path: sign(path, files={"weights.bin": b""}),
+        "names what is not inside the checkpoint: ['weights.bin']",
+    ),
+    "a step that is no number": (lambda path: sign(path, step=float("nan")), "step is nan"),
+    "a step below 0": (lambda path: sign(path, step=-1), "step is -1"),
+    "a name twice": (
+        lambda path: (path / "manifest.json").write_text(
+            (path / "manifest.json").read_text().replace('"gems":', '"step": 1, "gems":', 1)
+        ),
+        "an object has the name 'step' twice",
+    ),
+    "a hundred thousand brackets": (
+        lambda path: (path / "manifest.json").write_text("[" * 100_000),
+        "nested more than 100 levels deep",
+    ),
+    "brackets in the state": (
+        lambda path: restated(path, lambda plain: None, '{"extra":' * 150 + "1" + "}" * 150),
+        "nested more than 100 levels deep",
+    ),
+    "no text": (
+        lambda path: (path / "manifest.json").write_bytes(b'{"what": "\xff\xfe"}'),
+        "is damaged or not JSON",
+    ),
+    "data that is a link": (lambda path: linked(path, "__0_0.distcp"), "__0_0.distcp is a link"),
+    "a state that is a link": (lambda path: linked(path, "state.json"), "state.json is a link"),
+    "a manifest that is a link": (
+        lambda path: linked(path, "manifest.json"), "manifest.json is a link",
+    ),
+    "a count that is a text": (
+        lambda path: restated(path, lambda plain: plain.update(steps="2")),
+        "steps of state.json is '2'",
+    ),
+    "no generators": (
+        lambda path: restated(path, lambda plain: plain.pop("random")), "state.json has no random",
+    ),
+    "generators of another state": (
+        lambda path: restated(
+            path, lambda plain: plain["random"]["0"]["python"].update(version=[3])
+        ),
+        "the states of random generators cannot be taken",
+    ),
+    "a tensor that there is not": (
+        lambda path: restated(path, lambda plain: plain.update(extra={"$tensor": "x"})),
+        "state.json refers to a tensor x, which there is not",
+    ),
+    "a learning rate that is a text": (
+        lambda path: restated(
+            path, lambda plain: plain["optimizer"]["groups"][0].update(lr="fast")
+        ),
+        "lr of group 0 of the optimizer is 'fast'",
+    ),
+    "a learning rate that is nan": (
+        lambda path: restated(
+            path, lambda plain: plain["optimizer"]["groups"][0].update(lr=float("nan"))
+        ),
+        "lr of group 0 of the optimizer is nan",
+    ),
+    "no learning rate": (
+        lambda path: restated(path, lambda plain: plain["optimizer"]["groups"][0].pop("lr")),
+        "group 0 of the optimizer has no lr",
+    ),
+    "a state of another weight": (
+        lambda path: restated(
+            path,
+            lambda plain: plain["state"]["head.bias"].update(
+                momentum_buffer={"$tensor": "optimizer.head.weight/momentum_buffer"}
+            ),
+        ),
+        "the optimizer's momentum_buffer of head.bias does not fit it",
+    ),
+    "a set of lists": (
+        lambda path: restated(path, lambda plain: plain.update(extra={"$set": [[1]]})),
+        "is a $set of what cannot be in one",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_checkpoint_is_rejected_on_all_ranks_and_changes_nothing(
+    name: str, whole: Path, tmp_path: Path, pair: Any
+) -> None:
+    """All checksums fit. Nothing is allocated by a size that its file does not have."""
+    make, expected = FORGED[name]
+    shutil.copytree(whole, path := tmp_path / "step-2")
+    make(path)
+    said = refusals(path, pair)
+    assert said[0] == said[1]
+    assert expected in said[0]
+    assert "take another checkpoint" in said[0]
+
+
+def test_whoever_fails_after_all_was_validated_says_that_the_trainer_is_half_loaded(
+    whole: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr("gems.torch.checkpoint.put", failing)
+
+    def load(trainer: Trainer) -> str:
+        with pytest.raises(CheckpointError) as refused:
+            trainer.load(whole)
+        return str(refused.value)
+
+    said = pair(load)
+    assert "of which this trainer has a part now (make a new one), failed on rank 0" in said[0]
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -150,12 +150,12 @@ def test_a_folder_gets_its_name_in_one_move(tmp_path: Path) -> None:
     """It is the folder that was written, not a new one that is filled: also where one was."""
     for text in ("old", "new"):
         draft = Draft(tmp_path / "last")
-        (draft.path / "file").write_text(text)
+        (draft.path / "state.json").write_text(text)
         written = draft.path.stat().st_ino
         draft.publish()
         assert (tmp_path / "last").stat().st_ino == written
         assert [p.name for p in tmp_path.iterdir()] == ["last"]
-        assert (tmp_path / "last" / "file").read_text() == text
+        assert (tmp_path / "last" / "state.json").read_text() == text
 
 
 def test_a_save_that_fails_leaves_the_one_it_would_replace(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gems.errors import GemsError, PeerError
+from gems.torch import launch
 from gems.torch.launch import Place, connect, first_host, place
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -120,7 +122,7 @@ def test_torchrun_says_all() -> None:
 
 def test_rank_and_world_size_may_be_set_by_hand() -> None:
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29511"}
-    assert place(by_hand) == Place(1, 2, 1, "127.0.0.1", 29511, "torchrun")
+    assert place(by_hand) == Place(1, 2, 1, "127.0.0.1", 29511, "torchrun", one_node=True)
 
 
 def test_a_world_of_one_is_alone_whatever_surrounds_it() -> None:
@@ -207,25 +209,53 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def one_of_two(monkeypatch: pytest.MonkeyPatch) -> int:
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """This process as rank 0 of two; the port where they meet."""
     port = free_port()
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    return port
+    monkeypatch.setattr(launch, "_run", run := launch.Run())
+    yield port
+    if run.folder is not None:
+        atexit.unregister(run.folder.leave)
+        run.folder.leave()
+        assert not run.folder.path.exists()
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_forever(one_of_two: int) -> None:
-    with pytest.raises(PeerError, match=r"rank 0 of 2 .* within 1 seconds.*a rank that ended"):
+def test_a_rank_that_never_comes_is_named_and_not_waited_for_forever(one_of_two: int) -> None:
+    with pytest.raises(PeerError, match=r"rank 1 of 2 has not come within 1 seconds; rank 0 waits"):
         connect("gloo", patience=1)
 
 
-def test_a_port_that_is_taken_is_named(one_of_two: int) -> None:
+def test_rank_0_that_never_comes_is_named(one_of_two: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(PeerError, match=r"rank 0 has not come within 0.5 seconds: rank 1 waits"):
+        connect("gloo", timeout=0.5)
+
+
+def test_a_rank_of_another_node_that_never_comes_is_named(
+    one_of_two: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(PeerError, match=r"rank 1 of 2 has not come .* waits at the store at 127"):
+        connect("gloo", patience=1)
+
+
+def test_a_port_that_is_taken_is_named(one_of_two: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", one_of_two))
         taken.listen()
         with pytest.raises(PeerError, match=rf":{one_of_two} .*set MASTER_PORT to a free one"):
             connect("gloo", patience=5)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_must_be_positive(timeout: float) -> None:
+    with pytest.raises(GemsError, match="timeout is"):
+        connect(timeout=timeout)
 
 
 def test_a_process_group_that_exists_is_used_and_left_to_its_owner() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
@@ -90,14 +91,17 @@ CUT = {
 def stepped(plan: Plan, model: str, side: int, **options: Any) -> tuple[Timeline, Timeline]:
     """A step as the engine counts it, and as the simulator predicts it."""
 
+    images, labels = torch.randn(SAMPLES, 3, side, side), torch.randint(10, (SAMPLES,))
+
+    torch.manual_seed(0)
+    drawn = models.build(model, **options)
+
     def work(transport: Local) -> tuple[Timeline, Trainer]:
-        torch.manual_seed(0)
         trainer = Trainer(
-            models.build(model, **options), cross_entropy,
+            copy.deepcopy(drawn), cross_entropy,
             lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
             torch.empty(SAMPLES // plan.total, 3, side, side), plan, transport=transport,
         )  # fmt: skip
-        images, labels = torch.randn(SAMPLES, 3, side, side), torch.randint(10, (SAMPLES,))
         for _ in range(2):  # the optimizer's state is there from the second step on
             trainer.step(images, labels)
         return trainer.timeline(), trainer

@@ -20,7 +20,7 @@ ONE_WAY = {"stages": 2, "micro_batches": 4, "schedule": "1f1b"}
 BOTH_WAYS = {"stages": 2, "replications": 2, "schedule": "gems"}
 FOUR_ONE_WAY = ONE_WAY | {"stages": 4}
 FOUR_BOTH_WAYS = BOTH_WAYS | {"stages": 4}
-LOST = ("PeerError", "failed: the other process died", "start again from a checkpoint")
+LOST = ("PeerError", "start again from a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,18 @@ def run(warm: subprocess.Popen[str], tmp_path: Path) -> Run:
     """Run broken.py with a plan and a fault; no rank may outlive the limit, or end well."""
 
     def run(
-        plan: dict[str, Any], fault: str, at: int | str = "all", world: int = 0, script: str = ""
+        plan: dict[str, Any],
+        fault: str,
+        at: int | str = "all",
+        world: int = 0,
+        script: str = "",
+        well: set[int] | None = None,
+        **more: str,
     ) -> list[End]:
+        well = well or set()
         request = {
             "command": [str(SCRIPTS / (script or "broken.py")), json.dumps(plan), fault, str(at)],
-            "places": places(world or plan["stages"]),
+            "places": [place | more for place in places(world or plan["stages"])],
             "logs": str(tmp_path),
             "limit": LIMIT,
         }
@@ -66,7 +73,8 @@ def run(warm: subprocess.Popen[str], tmp_path: Path) -> Run:
         said = [(tmp_path / f"{rank}.err").read_text() for rank in range(len(found))]
         late = [rank for rank, (code, _) in enumerate(found) if code is None]
         assert not late, f"ranks {late} still ran after {LIMIT} seconds, having said {said}"
-        assert all(code for code, _ in found), f"exit codes {found}"
+        bad = [rank for rank, (code, _) in enumerate(found) if not code]
+        assert set(bad) == well, f"exit codes {found}, having said {said}"
         return [End(*end, text) for end, text in zip(found, said, strict=True)]
 
     return run
@@ -107,7 +115,7 @@ def test_a_balance_that_does_not_sum(run: Run) -> None:
 
 def test_a_model_that_cannot_be_traced(run: Run) -> None:
     ends = run(ONE_WAY, "cannot be traced")
-    assert_said(ends, "TraceError", "Untraceable.forward cannot be recorded", "nn.Sequential")
+    assert_said(ends, "PlanError", "Untraceable runs as one block", "nn.Sequential")
 
 
 def test_a_schedule_that_would_deadlock(run: Run) -> None:
@@ -149,25 +157,39 @@ def test_a_rank_whose_model_does_not_fit_the_plan(run: Run) -> None:
     ends = run({"stages": stages, "schedule": "gems"}, "another model inside", 2, world=4)
     assert_said(ends, "no block of the model is called 'stem'; did you mean 0.stem")
     del ends[2]
-    assert_said(ends, "PeerError: rank 2 failed", "must be given the same model, sample and plan")
+    assert_said(ends, "PeerError: rank 2 failed: these stages do not fit the model")
 
 
 def test_a_rank_whose_optimizer_cannot_be_made(run: Run) -> None:
     ends = run(ONE_WAY, "an optimizer that raises", 0)
     assert_said(ends[:1], "RuntimeError: no optimizer today")
-    assert_said(ends[1:], *LOST)
+    assert_said(ends[1:], "PeerError: rank 0 failed: no optimizer today")
 
 
 def test_a_rank_whose_data_cannot_be_read(run: Run) -> None:
     ends = run(FOUR_ONE_WAY, "data raise", 1)
     assert_said([ends.pop(1)], "OSError: slide 7 cannot be read")
-    assert_said(ends, *LOST)
+    assert_said(ends, *LOST, "rank 1 has ended: OSError: slide 7 cannot be read")
 
 
 def test_a_rank_that_leaves(run: Run) -> None:
     ends = run(ONE_WAY, "leaves", 0)
     assert_said(ends[:1], "this rank has had enough")
-    assert_said(ends[1:], *LOST)
+    assert_said(ends[1:], *LOST, "rank 0 has ended")
+
+
+def test_a_rank_that_runs_out_of_batches(run: Run) -> None:
+    """Story: the others waited for it for half an hour."""
+    ends = run(FOUR_ONE_WAY, "runs out", 2, well={2})
+    assert_said([end for rank, end in enumerate(ends) if rank != 2], *LOST, "rank 2 has ended")
+
+
+def test_a_rank_that_closes_its_trainer(run: Run) -> None:
+    """Its process goes on for long; the others do not wait for that."""
+    ends = run(FOUR_BOTH_WAYS, "closes", 1)
+    late = ends.pop(1).seconds
+    assert_said(ends, *LOST, "rank 1 has closed its trainer, and the others still need it")
+    assert all(end.seconds < late - 5 for end in ends)
 
 
 @pytest.mark.parametrize("plan", [ONE_WAY, FOUR_BOTH_WAYS], ids=["1f1b on 2", "gems on 4"])
@@ -175,7 +197,7 @@ def test_a_rank_whose_loss_raises(run: Run, plan: dict[str, Any]) -> None:
     ends = run(plan, "loss raises", plan["stages"] - 1)
     last = plan["stages"] - 1
     assert_said([ends.pop()], "KeyError: 'no such label'", f"rank {last}, step 1, at {last}F0")
-    assert_said(ends, *LOST)
+    assert_said(ends, *LOST, f"rank {last} failed: KeyError: 'no such label'")
 
 
 def test_a_rank_that_ends_with_a_sum_under_way(run: Run) -> None:
@@ -183,14 +205,14 @@ def test_a_rank_that_ends_with_a_sum_under_way(run: Run) -> None:
     for a message of the process that ends. Both hung until the timeout."""
     ends = run({}, "none", world=2, script="ending.py")
     assert_said(ends[:1], "KeyError: 'no such label'")
-    assert_said(ends[1:], *LOST)
+    assert_said(ends[1:], *LOST, "rank 0 failed: KeyError: 'no such label'")
 
 
 def test_a_rank_that_catches_its_error_and_goes_on(run: Run) -> None:
     """The others do not wait for it to end, and it cannot take another step."""
     ends = run(ONE_WAY, "loss raises, and the script goes on", 1)
     assert_said(ends[:1], *LOST)
-    assert_said(ends[1:], "PeerError", "this rank has failed before (KeyError('no such label'))")
+    assert_said(ends[1:], "GemsError", "has failed in the middle of a step", "no such label")
     assert ends[0].seconds < ends[1].seconds
 
 
@@ -203,4 +225,40 @@ def test_a_rank_killed_in_mid_step(run: Run, plan: dict[str, Any], rank: int) ->
     """Also where most ranks have no link to the dead one: its neighbours hang up on theirs."""
     ends = run(plan, "killed", rank)
     assert ends.pop(rank).code == -9
-    assert_said(ends, *LOST)
+    assert_said(ends, *LOST, f"rank {rank} (process ", "was killed or has crashed")
+
+
+# --- silence ------------------------------------------------------------------------------------
+
+
+STORE = {"LOCAL_WORLD_SIZE": "1"}  # as if on several nodes: not in a folder, but at rank 0's store
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank", "more"),
+    [(ONE_WAY, 1, {}), (FOUR_BOTH_WAYS, 2, {}), (ONE_WAY, 1, STORE), (ONE_WAY, 0, STORE)],
+    ids=["1f1b on 2", "gems on 4", "another node", "the node of the store"],
+)
+def test_a_rank_stopped_in_mid_step(
+    run: Run, plan: dict[str, Any], rank: int, more: dict[str, str]
+) -> None:
+    """It hangs up on nobody, and all others wait for it; timeout is 3 seconds."""
+    ends = run(plan, "stopped", rank, **more)
+    assert ends.pop(rank).code == -9  # by the test, when all others had ended
+    if more and rank == 0:
+        assert_said(ends, "PeerError", "the store at 127.0.0.1", "does not answer")
+    else:
+        assert_said(ends, *LOST, f"rank {rank} (process ", "no sign of life for 3 seconds")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_stopped_before_the_others_meet_it(run: Run, rank: int) -> None:
+    ends = run(FOUR_ONE_WAY, "stopped before", rank)
+    assert ends.pop(rank).code == -9
+    assert_said(ends, "PeerError", f"rank {rank}", "has not come within 3 seconds")
+
+
+@pytest.mark.parametrize("more", [{}, STORE], ids=["folder", "store"])
+def test_a_rank_that_is_slow_is_not_taken_for_dead(run: Run, more: dict[str, str]) -> None:
+    """Both sleep for longer than the timeout, in Python: one between steps, one in its loss."""
+    run(ONE_WAY, "slow", well={0, 1}, **more)

@@ -10,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
+from gems.errors import PlanError
+from gems.plans import Plan
 from gems.torch.norms import Statistics, tracked, unrecorded
+from tests.exact import assert_equal, batches, plainly, planned
 
 NORMS = {
     "batch": lambda: nn.BatchNorm2d(3),
@@ -100,3 +104,61 @@ def test_a_recomputation_leaves_statistics_alone() -> None:
         module(torch.randn(2, 3, 2, 2))
     assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
     assert all(module.get_buffer(name) is buffer for name, buffer in held.items())
+
+
+# --- layers derived from BatchNorm, with a forward of their own -----------------------------------
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm writes it: counts, normalises by function, then an activation in place.
+
+    `other` makes it average with another momentum than its own, `more` count another time.
+    """
+
+    def __init__(self, channels: int, other: float = 0.0, more: int = 0) -> None:
+        super().__init__(channels, momentum=0.3)
+        self.other, self.more = other, more
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.num_batches_tracked is not None and self.momentum is not None
+        for _ in range(1 + self.more):
+            self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, True,
+            self.momentum + self.other, self.eps,
+        )  # fmt: skip
+        return self.act(self.drop(x))
+
+
+def normed(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    layers = (nn.Conv2d(3, 4, 3), NormAct(4, **options), nn.Conv2d(4, 4, 3), NormAct(4, **options))
+    return nn.Sequential(*layers, last).double()
+
+
+OWN_FORWARD = {
+    "both directions": Plan(stages=2, replications=2, schedule="gems"),
+    "copies": Plan(stages=2, micro_batches=2, schedule="1f1b", data=2),
+    "recomputed": Plan(stages=2, micro_batches=4, schedule="1f1b", keep="inputs"),
+    "tiles": Plan(stages=2, micro_batches=2, schedule="gems", spatial=[(1, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FORWARD)
+def test_a_batch_norm_with_a_forward_of_its_own_keeps_the_averages_of_one_rank(name: str) -> None:
+    model, plan = normed(), OWN_FORWARD[name]
+    data = batches((8, 3, 12, 12), 5, 2, torch.float64)
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
+@pytest.mark.parametrize("options", [{"other": 0.1}, {"more": 1}], ids=["momentum", "count"])
+def test_averages_by_a_rule_of_their_own_are_rejected_where_several_ranks_take_them(
+    options: dict[str, Any],
+) -> None:
+    data = batches((8, 3, 12, 12), 5, 2, torch.float64)
+    with pytest.raises(PlanError, match=r"running_mean is changed by 1\.batch_norm on ranks"):
+        planned(normed(**options), data, OWN_FORWARD["both directions"])
+    plan = Plan(stages=2, micro_batches=2, schedule="1f1b")  # one rank sees all samples, in order
+    assert_equal(planned(normed(**options), data, plan), plainly(normed(**options), data, 2))

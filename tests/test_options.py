@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -326,6 +327,17 @@ def test_what_is_put_away_on_disk_is_in_the_folder_that_was_given(
     assert f"no file can be made in {nowhere}" in capsys.readouterr().err
     assert main(["train", *TINY, "--offload-folder", nowhere, "--out", str(tmp_path / "c")]) == 1
     assert "puts nothing away on disk" in capsys.readouterr().err
+
+
+@shows("--timeout")
+def test_the_timeout_is_the_trainer_s() -> None:
+    """What it does is in test_loud.py."""
+    given = parsed(*TINY, "--timeout", "7.5")
+    source = source_from(given)
+    fitted(given, source)
+    with mock.patch("gems.cli.job.Trainer") as made:
+        trainer_from(given, plan_from(given), source)
+    assert made.call_args.kwargs["timeout"] == 7.5
 
 
 @shows("--machine", "--costs")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from torch import nn
 
 from gems.errors import PlanError
 from gems.plans import Plan
-from gems.torch.spatial.stage import Uncuttable
 from gems.torch.trainer import Trainer
 from gems.transport.local import run
 from tests.exact import alone, assert_equal, planned, sgd
@@ -668,6 +668,9 @@ POINTWISE: dict[str, Callable[[], nn.Module]] = {
     "ReLU in place": lambda: nn.ReLU(inplace=True),
     "ReLU6": nn.ReLU6,
     "LeakyReLU in place": lambda: nn.LeakyReLU(0.1, inplace=True),
+    "LeakyReLU in place, on a view": lambda: nn.Sequential(  # what InstanceNorm gives is a view
+        nn.InstanceNorm2d(C, affine=True), nn.LeakyReLU(0.1, inplace=True)
+    ),
     "PReLU": lambda: nn.PReLU(C),
     "GELU": nn.GELU,
     "SiLU": nn.SiLU,
@@ -954,8 +957,8 @@ def view_changed(x: Tensor) -> Tensor:
     return x
 
 
-# What the error must name: the call, and why it is refused.
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+# What runs whole on every rank must name: the call, and why it has no layer rule.
+WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (Attention, r"layer.flatten .*reshapes \(2, 4, 8, 8\) to \(2, 4, 64\)"),
     "concatenation along rows": (
         lambda: Function(lambda x: torch.cat((x, x), 2)),
@@ -974,10 +977,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layer.Centred \(Centred\) ",
     ),
     "hooks": (hooked, r"layer \(Conv2d\) carries hooks, which expect to see the whole tensor"),
-    "a view changed in place": (
-        lambda: Function(view_changed),
-        "changes in place what is also seen as another tensor",
-    ),
     "one row": (
         lambda: Function(lambda x: x + x[:, :, 0].unsqueeze(2)),
         "layer.getitem .*picks one cell along dim 2, which is cut",
@@ -1000,7 +999,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"layer.rand_like \(rand_like\) is not a layer",
     ),
     "flipped": (lambda: Function(lambda x: x.flip(3)), r"layer.flip .*known to have an exact cut"),
-    "rolled": (lambda: Function(lambda x: x.roll(1, 2)), r"layer.roll .*known to have an exact"),
+    "rolled": (lambda: Function(lambda x: x.roll(1)), r"layer.roll .*as if they were one"),
     "a product of matrices": (lambda: Function(lambda x, w: x @ w, w=(8, 8)), "layer.matmul"),
     "antialias": (
         lambda: Function(
@@ -1021,23 +1020,24 @@ class Refused(nn.Module):
         return self.head(self.layer(self.stem(x)).mean((2, 3)))
 
 
-@pytest.fixture(params=REFUSED)
-def refused(request: Any) -> Iterator[tuple[nn.Module, str]]:
-    make, why = REFUSED[request.param]
-    yield Refused(make()), why
-
-
 def trainer(transport: Any, model: nn.Module, plan: Plan) -> Trainer:
     mine, sample = copy.deepcopy(model), torch.empty(2, 3, 8, 8)
     return Trainer(mine, F.cross_entropy, sgd, sample, plan, transport=transport)
 
 
-def test_a_layer_without_an_exact_cut_is_refused_before_anything_runs(
-    refused: tuple[nn.Module, str],
-) -> None:
-    model, why = refused
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_layer_without_a_layer_rule_runs_whole_on_every_rank(name: str) -> None:
+    make, why = WHOLE[name]
+    plain = Plain(Refused(make()), torch.randn(2, 3, 8, 8), keyed=True)
+    for grid, fused in (((2, 2), 1), ((2, 2), 4)):
+        laid = plain.cut(grid, fused=fused)[0].laid
+        assert laid is not None and any(re.search(why, line) for line in laid.gathered())
+
+
+def test_a_change_in_place_that_a_copy_would_not_see_is_rejected_before_anything_runs() -> None:
+    model = Refused(Function(view_changed))
     plan = Plan(stages=1, spatial=(2, 2), schedule="sequential")
-    with pytest.raises(PlanError, match=why) as caught:
+    with pytest.raises(PlanError, match="changes in place what is also seen as") as caught:
         run(4, lambda transport: trainer(transport, model, plan))
     said = str(caught.value)
     assert said.startswith("stage 0 is cut 2x2, but layer")
@@ -1047,13 +1047,6 @@ def test_a_layer_without_an_exact_cut_is_refused_before_anything_runs(
     assert last.startswith(("stem", "layer"))
 
 
-def test_attention_over_strips_is_refused_as_well() -> None:
-    """Strips of rows may be flattened, and are still not all that a cell looks at."""
-    plan = Plan(stages=1, spatial="horizontal:2", schedule="sequential")
-    with pytest.raises(PlanError, match=r"layer.attend \(MultiheadAttention\)"):
-        run(2, lambda transport: trainer(transport, Refused(Attention()), plan))
-
-
 def test_the_offered_end_of_the_spatial_stages_works() -> None:
     """The error says to end the stage at `stem`; so we do."""
     model = Refused(Attention())
@@ -1061,16 +1054,15 @@ def test_the_offered_end_of_the_spatial_stages_works() -> None:
     run(5, lambda transport: trainer(transport, model, plan))
 
 
-def test_a_first_layer_without_an_exact_cut_ends_the_spatial_stages_before_it() -> None:
-    model = nn.Sequential(nn.Softmax(2), nn.Flatten(), nn.Linear(192, 5))
-    plan = Plan(stages=1, spatial=(2, 2), schedule="sequential")
-    with pytest.raises(PlanError, match="let the spatial stages end before stage 0"):
-        run(4, lambda transport: trainer(transport, model, plan))
+def test_attention_over_strips_gathers_only_before_the_attention() -> None:
+    """Strips of rows may be flattened, and are still not all that a cell looks at."""
+    laid = Plain(Refused(Attention()), torch.randn(2, 3, 8, 8)).cut((2, 1))[0].laid
+    assert laid is not None
+    assert [line.split()[0] for line in laid.gathered()] == ["layer.attend", "layer.reshape"]
 
 
-def test_pixel_shuffle_of_a_volume_cut_in_depth_is_refused() -> None:
+def test_pixel_shuffle_of_a_volume_cut_in_depth_runs_whole() -> None:
     """It takes the dim before the last two for channels."""
     plain = Plain(nn.PixelShuffle(2), torch.randn(1, 2, 4, 3, 3))
-    with pytest.raises(Uncuttable, match="takes dim 2 for channels, which is cut"):
-        plain.cut((2, 1, 1))
-    plain.cut((1, 2, 2))
+    assert plain.cut((2, 1, 1))[0].laid.gathered()  # type: ignore[union-attr]
+    assert not plain.cut((1, 2, 2))[0].laid.gathered()  # type: ignore[union-attr]

@@ -3,6 +3,7 @@ columns, maps of losses. Each is what it is on the whole image, to the last bit 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.errors import PlanError
 from gems.plans import Plan
-from gems.torch.spatial.stage import Uncuttable
 from tests.exact import assert_equal
-from tests.spatial import Plain
+from tests.spatial import Plain, Rank
 from tests.test_spatial_layers import SHAPES, C, Cut, Function, H, W, assert_exact
 from tests.test_spatial_plans import (
     CLASSES,
@@ -493,7 +492,7 @@ def test_a_map_of_losses_of_slices_of_the_batch(name: str) -> None:
     assert_equal(planned_with(loss, model, data, plan), plainly(model, data, plan.total, loss))
 
 
-# --- what stays refused --------------------------------------------------------------------------
+# --- what runs whole ------------------------------------------------------------------------------
 
 
 def picked(o: Tensor, t: Tensor) -> Tensor:
@@ -506,11 +505,10 @@ class Picked(nn.Module):
 
 
 @pytest.mark.parametrize("loss", [picked, Picked()], ids=["function", "module"])
-def test_a_loss_that_picks_cells_by_a_mask_is_told_what_to_write(loss: Any) -> None:
-    data = pixels((4, 3, 13, 11), counted, 1)
-    with pytest.raises(PlanError, match=r"in the loss|the loss cannot be recorded") as caught:
-        planned_with(loss, segmenter(), data, CUT_ENDS["2x2"])
-    assert "write x[mask].mean() as (x * mask).sum() / mask.sum()" in str(caught.value)
+def test_a_loss_that_picks_cells_by_a_mask_runs_whole_on_every_rank(loss: Any) -> None:
+    model, data = segmenter(), pixels((4, 3, 13, 11), counted, 1)
+    found = planned_with(loss, model, data, CUT_ENDS["2x2"])
+    assert_equal(found, plainly(model, data, 2, picked))
 
 
 def test_the_offered_form_of_a_masked_mean_works() -> None:
@@ -528,14 +526,18 @@ def volume_shuffled(layer: nn.Module) -> Plain:
 
 
 @pytest.mark.parametrize("layer", [nn.PixelShuffle(2), nn.PixelUnshuffle(2)], ids=str)
-def test_pixels_of_a_volume_cut_in_depth_are_not_shuffled(layer: nn.Module) -> None:
+def test_pixels_of_a_volume_cut_in_depth_are_shuffled_whole(layer: nn.Module) -> None:
     for grid in ((2, 1, 1), (2, 2, 1)):
-        with pytest.raises(Uncuttable, match=r"1 .*takes dim 2 for channels, which is cut"):
-            volume_shuffled(layer).cut(grid)
+        assert_whole(volume_shuffled(layer).cut(grid), r"1 .*takes dim 2 for channels, which is")
     volume_shuffled(layer).cut((1, 2, 2))
 
 
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+def assert_whole(ranks: list[Rank], why: str) -> None:
+    laid = ranks[0].laid
+    assert laid is not None and any(re.search(why, line) for line in laid.gathered())
+
+
+WHOLE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "rows joined": (lambda x: torch.cat((x, x.mean(2, True)), 2), "joins .* dim 2, which is"),
     "rows repeated": (lambda x: x.repeat(1, 1, 2, 1), "repeats the cells of dim 2, which is cut"),
     "gathered along a row": (
@@ -551,20 +553,17 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_exact_cut_is_refused_before_anything_runs(name: str) -> None:
-    function, why = REFUSED[name]
-    plain = Plain(
-        nn.Sequential(nn.Conv2d(C, C, 3, padding=1), Function(function)), torch.randn(SHAPE)
-    )
-    with pytest.raises(Uncuttable, match=why):
-        plain.cut((2, 2))
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_has_no_layer_rule_runs_whole_on_every_rank(name: str) -> None:
+    function, why = WHOLE[name]
+    model = nn.Sequential(nn.Conv2d(C, C, 3, padding=1), Function(function))
+    plain = Plain(model, torch.randn(SHAPE), keyed=True)
+    assert_whole(plain.cut((2, 2)), why)
 
 
-def test_words_that_are_kept_short_are_refused() -> None:
+def test_words_that_are_kept_short_are_looked_up_whole() -> None:
     plain = Plain(Worded(max_norm=1.0), torch.randn(SHAPE))
-    with pytest.raises(Uncuttable, match=r"words \(Embedding\) looks at which words"):
-        plain.cut((2, 2))
+    assert_whole(plain.cut((2, 2)), r"words \(Embedding\) looks at which words")
 
 
 def test_a_pooling_branch_trains_under_a_plan() -> None:

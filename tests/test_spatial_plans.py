@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gems import models
-from gems.errors import PlanError
 from gems.geometry import Box, moves
 from gems.plans import Plan
 from gems.torch.cut import Cut
@@ -663,13 +662,13 @@ def test_the_loss_of_slices_of_the_batch(name: str) -> None:
     assert_equal(planned_with(loss, model, data, plan), plainly(model, data, plan.total, loss))
 
 
-def test_a_loss_without_an_exact_cut_says_so() -> None:
+def test_a_loss_without_a_layer_rule_runs_whole_on_every_rank() -> None:
     def sorted_loss(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).flatten(2).sort(2)[0][..., :3].mean()
 
-    data = pixels((4, 3, 13, 11), numbers)
-    with pytest.raises(PlanError, match=r"in the loss .*flatten.*Let the last stage be one that"):
-        planned(segmenter(), data, CUT_ENDS["2x2"], sorted_loss)
+    model, data, plan = segmenter(), pixels((4, 3, 13, 11), numbers), CUT_ENDS["2x2"]
+    found = planned_with(sorted_loss, model, data, plan)
+    assert_equal(found, plainly(model, data, plan.total, sorted_loss))
 
 
 # --- prediction ----------------------------------------------------------------------------------

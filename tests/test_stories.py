@@ -319,7 +319,9 @@ def test_targets_may_be_a_dict_with_something_for_all_micro_batches() -> None:
     dicts = [(x, {"label": y, "worth": worth, "weights": weights}) for x, y in made]
     plain = [(x, {"label": y, "worth": worth, "weights": weights.expand(8, 5)}) for x, y in made]
     expected = plainly(model, plain, 2, lambda out, t: loss(out, t | {"weights": t["weights"][0]}))
-    assert_equal(planned(model, dicts, Plan(stages=2, micro_batches=2), loss), expected)
+    dims = {"label": 0, "worth": 0, "weights": "whole"}
+    found = planned(model, dicts, Plan(stages=2, micro_batches=2), loss, batch_dim=dims)
+    assert_equal(found, expected)
 
 
 # Receive buffers of all micro-batches were held for ever.

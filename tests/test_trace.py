@@ -248,17 +248,24 @@ def test_a_module_that_looks_at_values_is_one_block_and_trains_exactly(plan: Pla
     assert_exact(model, plan)
 
 
-def test_a_model_that_looks_at_values_itself_is_refused_with_a_remedy() -> None:
+def test_a_model_that_looks_at_values_itself_is_one_block(caplog: Any) -> None:
     class Top(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(3, 3)
+            self.layer = nn.Linear(3, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) if x.sum() > 0 else x
+            return self.layer(x) if x.sum() > 0 else self.layer(-x)
 
-    with pytest.raises(TraceError, match=r"looks at the values.*nn\.Sequential or as a list"):
-        trace(Top(), torch.empty(2, 3))
+    with caplog.at_level("WARNING"):
+        graph = trace(Top(), torch.empty(2, 3)).graph
+    assert [b.name for b in graph.blocks] == ["Top"]
+    assert "looks at the values" in caplog.text and "nn.Sequential or as a list" in caplog.text
+    model, made = Top().double(), batches((4, 3), 5, 2, torch.float64)
+    one = Plan(stages=1, micro_batches=2, schedule="sequential")
+    assert_equal(planned(model, made, one), plainly(model, made, 2))
+    with pytest.raises(PlanError, match=r"2 stages, but Top runs as one block"):
+        planned(model, made, TWO)
 
 
 class TopChoosy(nn.Module):
@@ -330,7 +337,7 @@ class Rolls(nn.Module):
 
 @pytest.mark.parametrize("how", ["branch", "number", "memory"])
 def test_a_forward_that_rolls_pythons_dice_is_refused(how: str) -> None:
-    with pytest.raises(TraceError, match="draw with torch instead"):
+    with pytest.raises(TraceError, match=r"draw with torch instead|register_buffer"):
         trace(Net(Rolls(how)), IMAGE, twice=True)
 
 
@@ -779,3 +786,19 @@ def test_recording_in_threads_does_not_disturb_those_who_train() -> None:
         thread.join()
     assert not wrong and names == [["first", "middle", "mean", "last"]] * 10
     assert patched() == before
+
+
+class Transposes(nn.Module):
+    """Changes a tensor in place by another view of it: no cell by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        return y.view(x.shape).relu_().add_(y.transpose(2, 3))
+
+
+def test_a_view_that_is_changed_in_place_stays_cell_by_cell_but_another_view_does_not() -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(2), nn.ReLU(inplace=True), Transposes())
+    calls = trace(model, torch.randn(1, 2, 4, 4), leaves=("2",)).record.calls
+    assert [(call.module, call.pointwise) for call in calls] == [
+        ("0", False), ("1", True), ("2", False),
+    ]  # fmt: skip

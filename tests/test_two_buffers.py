@@ -258,9 +258,11 @@ def test_ranks_that_are_processes_come_to_the_same() -> None:
 # --- a run and its ends ---------------------------------------------------------------------------
 
 
-def on_ranks(plan: Plan, work: Callable[[Trainer], Any], **options: Any) -> list[Any]:
+def on_ranks(
+    plan: Plan, work: Callable[[Trainer], Any], model: nn.Module | None = None, **options: Any
+) -> list[Any]:
     options = {"optimizer": MAKERS["momentum"], "loss": cross_entropy} | options
-    model = network()  # here: threads share torch's generator
+    model = model or network()  # here: threads share torch's generator
 
     def body(transport: Transport) -> Any:
         sample = torch.empty(2, 2, 6, 6, dtype=torch.float64)
@@ -371,11 +373,11 @@ def test_a_loss_that_is_no_number_makes_no_update_and_training_can_go_on() -> No
         trainer.step(*DATA[2])
         return state, trainer.flush()
 
-    found = on_ranks(THREE, work, optimizer=MAKERS["sgd"])
-    _, expected = by_equation(network(), DATA[:1], 3, MAKERS["sgd"])
-    weights = {n for n, _ in network().named_parameters()}
+    model = nn.Sequential(*(m for m in network() if not isinstance(m, nn.BatchNorm2d)))
+    found = on_ranks(THREE, work, model, optimizer=MAKERS["sgd"])
+    _, expected = by_equation(model, DATA[:1], 3, MAKERS["sgd"])
     for state, last in found:
-        same_state({n: state[n] for n in weights}, {n: expected[n] for n in weights})
+        same_state(state, expected)
         assert last is not None and math.isfinite(last.loss)
 
 
@@ -417,7 +419,7 @@ def test_a_trainer_that_failed_says_so() -> None:
         with pytest.raises((RuntimeError, GemsError)):
             for batch in DATA:
                 trainer.step(*batch)
-        with pytest.raises(GemsError, match="failed in the middle of a batch; make a new one"):
+        with pytest.raises(GemsError, match="failed in the middle of a step"):
             trainer.step(*DATA[0])
         trainer.close()
 

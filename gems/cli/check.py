@@ -10,6 +10,7 @@ from typing import Any
 
 from gems.cli.options import add_model, add_plan, plan_from, studied
 from gems.errors import GemsError
+from gems.files import read_text
 from gems.plans import Plan
 from gems.schedule.build import lowered
 from gems.schedule.check import check
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     plan = plan_from(given)
     found = list(_model_faults(given, plan)) if given.model else []
-    schedule = parse(given.file.read_text()) if given.file else lowered(plan)
+    schedule = parse(read_text(given.file)) if given.file else lowered(plan)
     found += check(schedule, plan)
     for fault in found:
         print(fault, file=sys.stderr)
@@ -65,12 +66,6 @@ def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
             f"edges are {plan.edges}, but with these stages the model sends {edges}; leave edges "
             "out, and they are filled in"
         )
-    for stage, grid in enumerate(plan.grids):
-        cut = [
-            b.name for b, s in zip(graph.blocks, stage_of, strict=True) if s == stage and b.whole
-        ]
-        if grid.tiles and grid.size > 1 and cut:
-            yield f"stage {stage} is cut {grid}, but {cut[0]} cannot be; end it before that"
     for block, stage in zip(graph.blocks, stage_of, strict=True):
         if plan.streams[stage] and not block.streams:
             yield (

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, faults, short
+from gems.files import read_text
 
+LARGEST = 1 << 20  # bytes of a file of options
+DEEPEST, MOST = 20, 10_000  # levels and values of it
 OF_ONE_RUN = ("checkpoint", "out", "heat-map")
 NOT_SAVED = {"help", "config", "resume", "overwrite"}  # they are about one start, not about the run
 
@@ -69,23 +72,46 @@ def _flag(name: object) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """The file as names and values."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, LARGEST)
     try:
         found = _toml(text) if path.suffix == ".toml" else _yaml(text)
-    except ValueError as error:
-        raise GemsError(f"{path} cannot be read: {error}") from error
+        _check_size(found)
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else short(error, 400)
+        raise GemsError(f"{path} cannot be read: {said}; write lines like num-epochs: 5") from error
     if not isinstance(found, dict):
         raise GemsError(f"{path} holds {type(found).__name__}; write lines like num-epochs: 5")
     return found
+
+
+def _check_size(found: Any) -> None:
+    """Options are few. YAML's aliases can make a billion values of ten lines, or an endless one,
+    which has no levels but others inside of it."""
+    level, values = [found], 0
+    for _ in range(DEEPEST):
+        level = [y for x in level for y in _inside(x)]
+        values += len(level)
+        if values > MOST:
+            raise ValueError(f"it has more than {MOST} values")
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
 def _yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, AttributeError, TypeError, LookupError) as error:  # of bad tags, too
         raise ValueError(str(error)) from error
+    return {} if found is None else found
 
 
 def _toml(text: str) -> Any:
@@ -102,13 +128,13 @@ def written(values: dict[str, Any], parser: argparse.ArgumentParser, path: str) 
     for name, value in values.items():
         flag = _flag(name)
         if flag not in actions or flag[2:] in ("help", "config"):
-            near = difflib.get_close_matches(str(name), known, 1)
-            wrong.append(f"{name}" + (f" (do you mean {near[0]}?)" if near else ""))
+            near = difflib.get_close_matches(short(name, 60), known, 1)
+            wrong.append(short(name, 60) + (f" (do you mean {near[0]}?)" if near else ""))
             continue
         try:
             found += _typed(flag, actions[flag], value)
         except ValueError as error:
-            wrong.append(f"{name}: {error}")
+            wrong.append(f"{name}: {short(error, 200)}")
     if wrong:
         raise GemsError(faults(f"{path} has options that {parser.prog} does not take:", wrong))
     return found

@@ -25,7 +25,7 @@ from gems.draw.levels import levels
 from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, faults
-from gems.files import from_json, write
+from gems.files import from_json, read_text, write
 from gems.machine import machine
 from gems.planner.assign import stages
 from gems.plans import Plan
@@ -33,7 +33,7 @@ from gems.schedule.build import lowered
 from gems.schedule.check import require
 from gems.schedule.core import Schedule, parse
 from gems.simulation import simulate
-from gems.timeline import Timeline
+from gems.timeline import Timeline, timeline_faults
 
 EXAMPLES = """examples:
   gems draw --stages 4 --parts 8                      a schedule in unit costs: 1f1b
@@ -161,9 +161,9 @@ def _write(path: Path | None, picture: Callable[[], str]) -> None:
 
 
 def _step(given: argparse.Namespace) -> Step:
-    below = from_json(Timeline, given.over.read_text()) if given.over else None
+    below = _timeline(given.over) if given.over else None
     if given.file is not None and given.file.suffix == ".json":
-        timeline = from_json(Timeline, given.file.read_text())
+        timeline = _timeline(given.file)
         plan = plan_from(given) if given.plan or given.stages > 1 else None
         if plan and plan.world != timeline.ranks:
             raise GemsError(f"{given.file} is of {timeline.ranks} ranks, the plan of {plan.world}")
@@ -177,8 +177,20 @@ def _step(given: argparse.Namespace) -> Step:
     return Step(timeline, given.title or f"{model}{plan.schedule}", plan, below)
 
 
+def _timeline(path: Path) -> Timeline:
+    try:
+        timeline = from_json(Timeline, read_text(path))
+    except GemsError as error:
+        raise GemsError(
+            f"{path}: {error}; give the timeline.json of a run, or one of gems simulate --out"
+        ) from error
+    if found := list(timeline_faults(timeline)):
+        raise GemsError(faults(f"{path} is not the timeline of a step:", found))
+    return timeline
+
+
 def _schedule(given: argparse.Namespace, plan: Plan) -> Schedule:
     """The order in the file, proven, or else the plan's own."""
     if given.file is None:
         return lowered(plan)
-    return require(parse(given.file.read_text()), plan)
+    return require(parse(read_text(given.file)), plan)

@@ -20,7 +20,7 @@ from gems.cli.config import add_config
 from gems.cli.data import add_data
 from gems.cli.heat import add_heat, heat_maps, wanted
 from gems.cli.options import add_model, add_plan, micro_batch
-from gems.cli.train import add_running, planned
+from gems.cli.train import add_running, held, planned
 from gems.errors import GemsError
 from gems.files import write
 from gems.plans import Plan
@@ -63,7 +63,8 @@ def run(given: argparse.Namespace) -> int:
     plan, elsewhere = planned(given)
     if elsewhere is not None:
         return elsewhere
-    _eval(given, plan)
+    with held(given):
+        _eval(given, plan)
     return 0
 
 

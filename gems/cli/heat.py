@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +52,19 @@ def heat_maps(given: argparse.Namespace, source: Source, probabilities: torch.Te
             continue
         coords = [places[row][1:] for row in rows]
         scores = probabilities[rows].numpy()
-        maps = heat_map(given.out, tiles.path, coords, tiles.covered, scores, names, shown)
+        folder = _folder(given.out, tiles.path, whole.paths)
+        maps = heat_map(folder, tiles.path, coords, tiles.covered, scores, names, shown)
         for path in (maps.png, maps.geojson, maps.ome):
             print(f"wrote {path}")
         pictures.append(maps.png)
     return pictures
+
+
+def _folder(out: Path, slide: Path, slides: Sequence[Path]) -> Path:
+    """Where the maps of a slide go; those of one name in several folders each to their own."""
+    if sum(other.stem == slide.stem for other in slides) == 1:
+        return out
+    return out / slide.relative_to(os.path.commonpath([p.parent for p in slides]))
 
 
 def _shown(name: str | None, names: list[str]) -> int | None:

@@ -172,6 +172,11 @@ class Job:
         return 0
 
     def _take_position(self, extra: Any) -> None:
+        if not _is_position(extra):
+            raise GemsError(
+                f"the checkpoint {self.start} was not written by gems train, so it does not say "
+                "where the data was; begin with weights alone (see --export)"
+            )
         mine = {"seed": self.given.seed, "samples to train on": len(self.train)}
         if wrong := [f"{k}: {extra[k]}, now {v}" for k, v in mine.items() if extra[k] != v]:
             raise GemsError(
@@ -339,6 +344,7 @@ def trainer_from(
         seed=given.seed,
         backend=given.backend,
         offload_folder=given.offload_folder,
+        timeout=given.timeout,
         **more,
     )
 
@@ -353,6 +359,14 @@ def begin(trainer: Trainer, path: Path | None, position: Any = None) -> None:
             position(extra)
     else:
         trainer.load_state_dict(read_weights(path))
+
+
+def _is_position(extra: Any) -> bool:
+    """Whether it is what `_position` gives."""
+    if not isinstance(extra, dict) or type(extra.get("best")) not in (int, float):
+        return False
+    counts = ("epoch", "samples", "noted", "judged", "seed", "samples to train on")
+    return all(type(extra.get(name)) is int and extra[name] >= 0 for name in counts)
 
 
 def balanced(source: Source, classes: int) -> list[float]:

@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gems.errors import GemsError
-from gems.files import write
+from gems.errors import GemsError, short
+from gems.files import parse_json, read_text, write
 
 Row = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Journal:
         if not writes:
             return
         if keep and self.path.exists():
-            self.rows = [_row(line) for line in self.path.read_text().splitlines()[:keep]]
+            self.rows = _rows(self.path, keep)
         write(self.path, "".join(map(_line, self.rows)))
         if tensorboard:
             self._board = _board(folder / "tensorboard", after)
@@ -82,8 +82,29 @@ def plain(numbers: Row) -> Row:
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in numbers.items()}
 
 
+def _rows(path: Path, keep: int) -> list[Row]:
+    """The first rows of a journal that was written before."""
+    found = []
+    for number, line in enumerate(read_text(path).splitlines()[:keep], 1):
+        try:
+            found.append(_row(line))
+        except ValueError as error:
+            raise GemsError(
+                f"line {number} of {path} is damaged ({short(error, 200)}); remove the file to go "
+                "on without the metrics so far"
+            ) from error
+    return found
+
+
 def _row(line: str) -> Row:
-    return {k: math.nan if v is None else v for k, v in json.loads(line).items()}
+    row = parse_json(line)
+    if not isinstance(row, dict) or row.get("kind") not in ("train", "eval"):
+        raise ValueError("it is not the row of a step or an evaluation")
+    numbers = {k: math.nan if v is None else v for k, v in row.items() if k != "kind"}
+    wrong = [k for k, v in numbers.items() if type(v) not in (int, float) or abs(v) > 1e300]
+    if wrong or "step" not in row:
+        raise ValueError(f"{short((wrong or ['step'])[0], 60)} is not a number")
+    return {"kind": row["kind"], **numbers}
 
 
 def require_board() -> Any:

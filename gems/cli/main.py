@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from gems.cli import check, config, draw, eval, machine, plan, simulate, trace, train
-from gems.errors import GemsError
+from gems.cli.numbers import bound
+from gems.errors import GemsError, short
 from gems.version import __version__
 
+LONGEST = 4000  # characters of a message
 EXAMPLES = """examples:
   gems train --model resnet110-v2 --split-size 4 --times 2 --app pictures
   gems draw --schedule 1f1b --stages 4 --parts 8 --svg 1f1b.svg --html 1f1b.html
@@ -32,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in (train, eval, plan, simulate, draw, check, trace, machine):
         command.add(commands)
+    for subparser in commands.choices.values():
+        bound(subparser)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     typed = tuple(arguments)
     try:
@@ -40,24 +44,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own = commands.choices[arguments[0]]
             arguments[1:] = config.expanded(arguments[1:], own, both)
     except (GemsError, OSError) as error:
-        parser.exit(1, f"gems {arguments[0]}: {error}\n")
+        parser.exit(1, told(arguments[0], error))
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
         return 0
     given.typed = typed  # what its ranks are started with
     logging.basicConfig(format="%(message)s")
-    told = logging.INFO if getattr(given, "verbose", False) else logging.WARNING
-    logging.getLogger("gems").setLevel(told)
+    level = logging.INFO if getattr(given, "verbose", False) else logging.WARNING
+    logging.getLogger("gems").setLevel(level)
     try:
         return given.run(given)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (GemsError, OSError) as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"gems {given.command}: {error}{notes}", file=sys.stderr)
+        sys.stderr.write(told(given.command, error))
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        sys.stderr.write(
+            told(given.command, GemsError(f"{short(error, 300) or 'out of memory'}; {SMALLER}"))
+        )
+        return 1
+
+
+SMALLER = (
+    "there is not as much memory: take a smaller --image-size, --batch-size or model, more ranks, "
+    "or see gems plan for what fits"
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; torch has no type of its own for that on CPUs."""
+    said = str(error)
+    return isinstance(error, MemoryError) or any(
+        words in said for words in ("can't allocate memory", "out of memory", "not enough memory")
+    )
+
+
+def told(command: str, error: BaseException) -> str:
+    """An error for the terminal: with its notes, and without what would steer the terminal."""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    text = short(f"gems {command}: {error}{notes}", LONGEST)
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text) + "\n"
 
 
 if __name__ == "__main__":

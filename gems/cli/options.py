@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.errors import GemsError, PlanError
-from gems.files import from_json
+from gems.files import from_json, read_text
 from gems.grid import HALOS, LAYOUTS
 from gems.keep import spelled
 from gems.machine import MACHINES, Machine
@@ -214,7 +215,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
             raise PlanError(
                 f"--plan {given.plan} says all of the plan; leave out {', '.join(extra)}"
             )
-        return from_json(Plan, given.plan.read_text())
+        return _plan_in(given.plan)
     schedule = given.schedule or ("gems" if given.times else "1f1b")
     return Plan(
         stages=given.stages,
@@ -239,6 +240,13 @@ def plan_from(given: argparse.Namespace) -> Plan:
         updates=given.updates,
         share_inputs=given.share_inputs,
     )
+
+
+def _plan_in(path: Path) -> Plan:
+    try:
+        return from_json(Plan, read_text(path))
+    except GemsError as error:
+        raise PlanError(f"{path}: {error}; write one with gems plan --out") from error
 
 
 def _spatial(given: argparse.Namespace) -> tuple[str, ...]:
@@ -322,6 +330,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+MOST_CELLS = (
+    2**45
+)  # of a micro-batch: layers make a thousand times as many, and count them in 64 bit
+
 # Words for the same thing in different networks.
 _DEPTH = ("depth", "num_layers", "levels")
 _WIDTH = ("width", "num_filters")
@@ -402,7 +414,7 @@ def model_options(given: argparse.Namespace) -> dict[str, Any]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
@@ -421,6 +433,8 @@ def _own(given: argparse.Namespace, options: dict[str, Any]) -> Any:
 
     sys.path.insert(0, "")
     module, _, attribute = name.partition(":")
+    if module.partition(".")[0] in sys.stdlib_module_names:  # os:system out of somebody's --config
+        raise GemsError(f"--model {name}: {module} is Python's own and has no networks")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -476,12 +490,18 @@ def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
     """The model without its weights, in training, and inputs of the size that was asked for."""
     import torch
 
+    shape = (micro_batch(given), *image_shape(given))
+    if math.prod(shape) > MOST_CELLS:
+        raise PlanError(
+            f"a micro-batch of {' x '.join(map(str, shape))} has {math.prod(shape):.3g} numbers; "
+            "take a smaller --image-size or --batch-size, or more --parts"
+        )
     try:
         with torch.device("meta"):
             model = model_from(given)
     except (RuntimeError, NotImplementedError):  # some look at values while they are built
         model = model_from(given).to("meta")
-    sample = torch.empty(micro_batch(given), *image_shape(given), device="meta")
+    sample = torch.empty(shape, device="meta")
     return model.train(), sample
 
 

@@ -47,6 +47,9 @@ def _small(given: argparse.Namespace) -> Iterator[str]:
     clip = getattr(given, "clip", None)
     if clip is not None and not clip > 0:
         yield f"--clip is {clip}; give a norm above 0, or leave it out"
+    timeout = getattr(given, "timeout", None)
+    if timeout is not None and not timeout > 0:
+        yield f"--timeout is {timeout}; give seconds above 0, or leave it out"
 
 
 def _of_the_app(given: argparse.Namespace) -> Iterator[str]:

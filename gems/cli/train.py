@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from gems.cli.config import add_config, effective
 from gems.cli.data import add_data
 from gems.cli.heat import add_heat
+from gems.cli.lock import locked, require_free
 from gems.cli.options import add_machine, add_model, add_plan, micro_batch, plan_from
-from gems.cli.ranks import start
+from gems.cli.ranks import end_with_launcher, start
 from gems.cli.refuse import refuse
 from gems.errors import GemsError
 from gems.plans import Plan
@@ -82,6 +84,12 @@ def add_running(parser: argparse.ArgumentParser) -> None:
         help="of the arithmetic, by autocast (default fp32); also fp_16 and bp_16",
     )
     put("--backend", choices=BACKENDS, help="default: nccl with GPUs, else gloo")
+    put(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="without a sign of life, after which a rank is lost and all end (default 60)",
+    )
     put("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout")
     put(
         "--checkpoint",
@@ -185,13 +193,23 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     plan, elsewhere = planned(given)
     if elsewhere is not None:
         return elsewhere
-    from gems.cli.job import Job
+    with held(given):
+        from gems.cli.job import Job
 
-    return Job(given, plan, effective(given, parser)).run()
+        return Job(given, plan, effective(given, parser)).run()
+
+
+def held(given: argparse.Namespace) -> AbstractContextManager[None]:
+    """The folder of the run, for as long as it lasts: rank 0 locks it for all."""
+    from gems.torch.launch import place
+
+    here = place()
+    return locked(given.out) if here is None or here.rank == 0 else nullcontext()
 
 
 def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     """The plan, and the exit code if its ranks were started and have ended; None in a rank."""
+    end_with_launcher()
     from gems.torch.launch import place
 
     refuse(given)
@@ -200,6 +218,7 @@ def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     micro_batch(given)
     here = place()
     if world > 1 and here is None:
+        require_free(given.out)
         return plan, start([sys.executable, "-m", "gems", *given.typed], world)
     if isinstance(plan, str) and world != (1 if here is None else here.world):
         raise GemsError(f"--auto {world}, but {here.world if here else 1} ranks were started")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import lzma
 import pickle
 import tarfile
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +16,14 @@ import numpy.typing as npt
 from gems.data.pixels import Normal
 from gems.data.resample import inside, resample, taps
 from gems.data.source import Box, Image, Target, Task, spans
-from gems.errors import GemsError
+from gems.errors import GemsError, short
 
 NAMES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),
 )
 SIDE = 32
+LARGEST, MEMBERS = 40_000_000, 30  # bytes of a file, and files of an archive
 RECORD = 3 * SIDE * SIDE
 TRAIN, TEST = tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)
 NORMAL = Normal((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # of the training set
@@ -68,20 +71,40 @@ def _files(path: Path, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
     """The name and content of each file, from a folder or an archive: unpacked in memory only."""
     if path.is_dir():
         found = {p.name: p for p in (*path.glob("*/*_batch*"), *path.glob("*_batch*"))}
-        return [(name, found[name].read_bytes()) for name in _chosen(path, set(found), names)]
+        return [(name, _content(found[name])) for name in _chosen(path, set(found), names)]
     try:
         with tarfile.open(path) as archive:
-            members = {Path(m.name).name: m for m in archive.getmembers() if m.isfile()}
+            members = _members(archive, path)
             found = []
             for name in _chosen(path, set(members), names):
                 file = archive.extractfile(members[name])
                 assert file is not None
                 found.append((name, file.read()))
             return found
-    except (OSError, tarfile.TarError, EOFError) as error:
+    except (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError) as error:
         raise GemsError(
             f"{path} is neither the folder nor the archive of CIFAR-10: {error}"
         ) from error
+
+
+def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]:
+    """The files by name; the published archives have 8 of 31 MB. One of a few kilobytes may unpack
+    to as many gigabytes, so what is too large is not even passed over."""
+    found: dict[str, tarfile.TarInfo] = {}
+    while (member := archive.next()) is not None:
+        if member.size > LARGEST or len(found) > MEMBERS:
+            raise GemsError(f"{path} is not the archive of CIFAR-10: it has much larger files")
+        if member.isfile():
+            found[Path(member.name).name] = member
+    return found
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise GemsError(f"{path} is not a file of CIFAR-10: it has more than {LARGEST} bytes")
+    return content
 
 
 def _chosen(path: Path, there: set[str], names: tuple[str, ...]) -> list[str]:
@@ -121,19 +144,51 @@ def _python(name: str, content: bytes) -> Rows:
     except GemsError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise GemsError(f"{name} cannot be read: {error}; it is damaged") from error
+        raise GemsError(f"{name} cannot be read: {short(error, 200)}; it is damaged") from error
     if not isinstance(told, dict):
         raise GemsError(f"{name} holds a {type(told).__name__}, not the dict of CIFAR-10")
-    told = {k.decode() if isinstance(k, bytes) else k: v for k, v in told.items()}
-    data, labels = told.get("data"), told.get("labels")
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (RECORD,):
+    told = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in told.items()}
+    data, labels = getattr(told.get("data"), "pixels", None), told.get("labels")
+    if not isinstance(data, np.ndarray) or data.shape[1:] != (RECORD,):
         raise GemsError(f"{name} has no `data` of {RECORD} bytes per picture")
     if not isinstance(labels, list) or len(labels) != len(data):
         raise GemsError(f"{name} has no list of {len(data)} `labels`")
+    if not all(isinstance(label, int) and 0 <= label < len(NAMES) for label in labels):
+        raise GemsError(f"{name} has labels outside of 0 to 9; it is damaged")
     return data, np.array(labels, np.int64)
 
 
-_reconstruct = np.empty(0).__reduce__()[0]  # makes an empty array, of which pickles fill the rest
+# A pickle calls functions by name. Those of an array's pickle would make any array of any memory
+# (numpy.ndarray can be told that some bytes are pointers to objects), so these take their places.
+
+
+class _Array:
+    """The array that the file describes: bytes in rows, and nothing else."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, _, _, content = state
+        if isinstance(content, str):
+            content = content.encode("latin1")
+        self.pixels = np.frombuffer(content, np.uint8).reshape(shape)
+
+
+class _Type:
+    """The type of such an array, which can only be bytes."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _reconstruct(kind: Any, shape: Any, letter: Any) -> _Array:
+    if kind is not _Array:
+        raise GemsError("the file makes something else than an array; it is not the published file")
+    return _Array()
+
+
+def _dtype(name: Any, *_: Any) -> _Type:
+    if name not in ("u1", b"u1", "|u1"):
+        raise GemsError(f"the file has an array of {name!r}; the published one has bytes")
+    return _Type()
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -143,14 +198,23 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any = "C") -> _Array:
+    """As numpy writes an array with protocol 5."""
+    found = _Array()
+    found.__setstate__((1, shape, dtype, False, bytes(content)))
+    return found
+
+
 class _Plain(pickle.Unpickler):
     """Makes arrays and plain values, and refuses everything else that a pickle could run."""
 
     ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
+        ("numpy", "ndarray"): _Array,
+        ("numpy", "dtype"): _dtype,
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
         ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+        ("numpy.core.numeric", "_frombuffer"): _frombuffer,
+        ("numpy._core.numeric", "_frombuffer"): _frombuffer,
         ("_codecs", "encode"): _encode,
     }
 

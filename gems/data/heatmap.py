@@ -64,11 +64,13 @@ def heat_map(
     shown = len(names) - 1 if shown is None else shown
     _check(coords, scores, tile, names, shown)
     folder, slide = Path(folder), Path(slide)
+    maps = Maps(*(folder / f"{slide.stem}.{end}" for end in ("png", "geojson", "ome.tif")))
+    if slide.resolve() in {p.resolve() for p in (maps.png, maps.geojson, maps.ome)}:
+        raise GemsError(f"a map in {folder} would replace the slide {slide}; take another folder")
     raster = open_raster(slide)
     picture = overlay(raster, coords, tile, scores[:, shown])
     planes, step = planes_of(coords, tile, scores, raster.levels[0].shape)
     outlines = json.dumps(features(slide.stem, coords, tile, scores, names))
-    maps = Maps(*(folder / f"{slide.stem}.{end}" for end in ("png", "geojson", "ome.tif")))
     write_whole(maps.png, lambda path: _png(path, picture))
     write_whole(maps.geojson, lambda path: path.write_text(outlines, encoding="utf-8"))
     write_whole(maps.ome, lambda path: _ome(path, planes, step, raster.mpp, names))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, faults, short
 
+LONGEST = 500  # characters of a name
+FARTHEST = 2**40  # pixels
 SAMPLE = ("slide", "slide_id", "file", "image", "volume")  # names of the first column
 
 
@@ -51,7 +54,8 @@ def read_table(path: str | Path) -> Table:
             name = next((c for c in SAMPLE if c in columns), None)
             if name is None or "label" not in columns or ("x" in columns) != ("y" in columns):
                 raise GemsError(
-                    f"{path} has the columns {', '.join(columns) or 'none'}; it takes slide and "
+                    f"{path} has the columns {short(', '.join(columns), 300) or 'none'}; it takes "
+                    "slide and "
                     "label, and for tiles also x and y"
                 )
             table = Table(path)
@@ -59,7 +63,9 @@ def read_table(path: str | Path) -> Table:
                 if fault := _enter(table, row, name, "x" in columns):
                     found.append(f"line {line}: {fault}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise GemsError(f"{path} cannot be read as a table of labels: {error}") from error
+        raise GemsError(
+            f"{path} cannot be read as a table of labels: {error}; save it as CSV in UTF-8"
+        ) from error
     if found:
         raise GemsError(faults(f"{path} has faults", found[:20]))
     return table
@@ -69,14 +75,18 @@ def _enter(table: Table, row: dict[str, str], column: str, tiles: bool) -> str:
     """Take in one line: what is wrong with it, or nothing."""
     name, label = ((row.get(c) or "").strip() for c in (column, "label"))
     if not name or not label:
-        return f"{column} {name!r} and label {label!r} must both be given"
+        return f"{column} {short(name, 60)!r} and label {short(label, 60)!r} must both be given"
+    if max(len(name), len(label)) > LONGEST:
+        return f"{column} {short(name, 60)!r} or label {short(label, 60)!r} is too long for a name"
     if not tiles:
         known = table.slides.setdefault(name, label)
         return f"{name} is both {known} and {label}" if known != label else ""
     try:
         place = int(row["x"]), int(row["y"])
     except (TypeError, ValueError):
-        return f"x {row['x']!r} and y {row['y']!r} are not whole numbers"
+        return f"x {short(row['x'], 60)!r} and y {short(row['y'], 60)!r} are not whole numbers"
+    if not 0 <= min(place) <= max(place) < FARTHEST:
+        return f"x {short(row['x'], 60)} and y {short(row['y'], 60)} are not on any slide"
     known = table.tiles.setdefault(name, {}).setdefault(place, label)
     return f"{name} at {place} is both {known} and {label}" if known != label else ""
 
@@ -85,12 +95,13 @@ def numbered(values: Iterable[str], names: tuple[str, ...] | None) -> tuple[str,
     """The names of the classes in order: as given, or sorted (numbers by size)."""
     values = set(values)
     if names is None:
-        number = all(v.lstrip("-").isdigit() for v in values)
+        number = all(re.fullmatch(r"-?[0-9]{1,18}", v) for v in values)
         return tuple(sorted(values, key=int if number else None))
     if len(set(names)) < len(names):
         raise GemsError(f"the classes {', '.join(names)} are not all different")
     if unknown := sorted(values - set(names)):
         raise GemsError(
-            f"the labels {', '.join(unknown)} are not among the classes {', '.join(names)}"
+            f"the labels {short(', '.join(unknown), 300)} "
+            f"are not among the classes {', '.join(names)}"
         )
     return tuple(names)

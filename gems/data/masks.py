@@ -48,6 +48,8 @@ class Mask:
         Points are pixels of the slide's largest level, ascending, as are the results.
         """
         height, width = self.shape
+        if self._pixels is not None and self._pixels.dtype.kind not in "bui":
+            raise GemsError(f"{self.path} has {self._pixels.dtype}; a mask has whole numbers")
         out = np.zeros((len(rows), len(columns)), np.int64)
         inside = [
             (points >= 0) & (points < n) for points, n in zip((rows, columns), extent, strict=True)

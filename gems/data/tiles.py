@@ -19,6 +19,7 @@ from gems.data.whole import write_whole
 from gems.errors import GemsError
 
 NEAR = 0.01  # scales that differ by less than this share are taken as the same
+MOST = 5e7  # tiles of one slide
 TEN = 10.0  # microns per pixel times power: 0.25 at 40x, 0.5 at 20x
 
 
@@ -78,11 +79,15 @@ def read_coords(path: str | Path, covered: int) -> npt.NDArray[np.int64]:
     try:
         with h5py.File(path) as file:
             coords = file["coords"]
+            shape, kind = tuple(coords.shape), coords.dtype.kind
+            if len(shape) != 2 or shape[1] != 2 or kind not in "iu" or not shape[0] < MOST:
+                raise GemsError(f"{path}: coords are {shape}, not one x and y per tile")
             found, told = np.asarray(coords), coords.attrs.get("patch_size_level0")
-    except (OSError, KeyError) as error:
+            told = None if told is None else int(told)
+    except GemsError:
+        raise
+    except Exception as error:  # HDF5 says what is damaged by errors of many kinds
         raise GemsError(f"{path} has no coordinates of tiles: {error}") from error
-    if found.ndim != 2 or found.shape[1] != 2:
-        raise GemsError(f"{path}: coords are {found.shape}, not one x and y per tile")
     if told is not None and abs(int(told) - covered) > 1:
         raise GemsError(
             f"{path}: its tiles cover {int(told)} pixels of the slide, those asked for {covered}; "
@@ -141,6 +146,12 @@ def grid(raster: Raster, view: View, side: int, stride: int, least: float) -> np
     """
     height, width = raster.levels[0].shape
     covered = side * view.scale
+    places = (height / (stride * view.scale) + 1) * (width / (stride * view.scale) + 1)
+    if not places < MOST:
+        raise GemsError(
+            f"{height} x {width} pixels in steps of {stride * view.scale:g} make {places:.3g} "
+            "tiles; take larger tiles, a larger stride or fewer microns per pixel"
+        )
     ys, xs = (
         np.rint(np.arange(max(1, np.ceil(n / (stride * view.scale)))) * stride * view.scale)
         for n in (height, width)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,13 @@ import numpy.typing as npt
 from gems.data.extras import extra
 from gems.data.labels import numbered, read_table
 from gems.data.source import Box, Image, Target, Task, spans
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, faults, short
 
 HDF5 = {".h5", ".hdf5", ".hdf"}
+CODECS = ("zarr.json", ".zarray", ".zmetadata", ".zgroup")  # where Zarr says how arrays are coded
+LARGEST = 64 << 20  # characters of such a file
+MOST_CELLS = 2**45  # of one sample
+MOST_LABELS = 10**8
 
 
 class Volumes:
@@ -103,7 +110,8 @@ class Volumes:
         place = tuple(slice(a, b) for a, b in spans(box, sides))
         sample = (index,) if self._many else ()
         channels = (slice(None),) * (array.ndim - self.dims - len(sample))
-        return np.asarray(array[(*sample, *channels, *place)])
+        with _readable(self.path):
+            return np.asarray(array[(*sample, *channels, *place)])
 
     def _array(self, index: int, name: str) -> Any:
         file = self._files[0 if self._many else index]
@@ -123,6 +131,8 @@ class Volumes:
             found.append(f"{self._images} is {first}: {self.dims} dims and perhaps channels wanted")
         found += [f"{f} is {s}, others {first}" for f, s in shapes.items() if s != first]
         sample = first[1:] if self._many else first
+        if not found and 0 in first:
+            found.append(f"{self._images} is {first}: there is nothing in it")
         if self._masks is not None:
             wanted = (*first[: self._many], *sample[-self.dims :])
             for file in self._files:
@@ -143,7 +153,8 @@ class Volumes:
             if lost := [str(f) for f, s in zip(self._files, said, strict=True) if s is None]:
                 raise GemsError(faults(f"{labels} has no label for", lost[:20]))
             return [str(s) for s in said]
-        values = [np.ravel(_values(f, str(labels))) for f in self._files]
+        most = self._count if self._many else 1
+        values = [np.ravel(_values(f, str(labels), most)) for f in self._files]
         found = np.concatenate(values)
         if len(found) != self._count or found.dtype.kind not in "iub":
             raise GemsError(
@@ -170,25 +181,72 @@ def _is_zarr(path: Path) -> bool:
 
 def _group(path: Path) -> Any:
     """An open HDF5 file or Zarr group."""
-    try:
+    with _readable(path):
         if path.is_dir():
+            _check_codecs(path)
             return extra("zarr").open_group(str(path), mode="r")
         return extra("h5py").File(path, "r")
-    except (OSError, ValueError, KeyError) as error:
-        raise GemsError(f"{path} cannot be read as HDF5 or Zarr: {error}") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """The libraries say what is damaged by errors of many kinds."""
+    try:
+        yield
+    except (GemsError, AssertionError):
+        raise
+    except MemoryError as error:
+        raise GemsError(
+            f"{path}: a box of its arrays does not fit into memory ({error}); take smaller samples"
+        ) from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {short(error, 300)}"
+        raise GemsError(f"{path} cannot be read as HDF5 or Zarr: {said}") from error
 
 
 def _array(path: Path, name: str) -> Any:
-    group = _group(path)
-    if name not in group:
-        raise GemsError(f"{path} has no array {name!r}, but {', '.join(group) or 'none'}")
-    return group[name]
+    with _readable(path):
+        group = _group(path)
+        _check_codecs(path / name)
+        if name not in group:
+            raise GemsError(f"{path} has no array {name!r}, but {', '.join(group) or 'none'}")
+        return _checked(group[name], path, name)
 
 
-def _values(path: Path, name: str) -> npt.NDArray[Any]:
-    group = _group(path)
-    if name in group:
-        return np.asarray(group[name][...])
-    if name in group.attrs:
-        return np.asarray(group.attrs[name])
+def _checked(array: Any, path: Path, name: str) -> Any:
+    """An array of numbers, inside of its own file, of a size that can be."""
+    if not hasattr(array, "dtype") or np.dtype(array.dtype).kind not in "biuf":
+        raise GemsError(f"{name!r} of {path} is no array of numbers")
+    if getattr(array, "external", None):
+        raise GemsError(
+            f"{name!r} of {path} takes its bytes from other files ({array.external[0][0]}), which "
+            "may be any; copy them into it"
+        )
+    if math.prod(array.shape[1:]) > MOST_CELLS or not all(n < MOST_CELLS for n in array.shape):
+        raise GemsError(f"{name!r} of {path} is {tuple(array.shape)}: no such array can be read")
+    return array
+
+
+def _check_codecs(folder: Path) -> None:
+    """Some codecs of Zarr run what they decode, in older releases: reading data must not."""
+    for file in (name for name in CODECS if (folder / name).is_file()):
+        text = (folder / file).read_text(encoding="utf-8", errors="replace")
+        if len(text) > LARGEST or "pickle" in json.dumps(json.loads(text)).lower():
+            raise GemsError(f"{folder / file} wants a pickle decoded, which could run any code")
+
+
+def _values(path: Path, name: str, count: int) -> npt.NDArray[Any]:
+    """The labels, if there are as many as samples."""
+    with _readable(path):
+        group = _group(path)
+        _check_codecs(path / name)
+        if name in group:
+            array = _array(path, name)
+            if array.size > max(count, 1):
+                raise GemsError(f"{name} of {path} has {array.size} values; it takes {count}")
+            if array.size > MOST_LABELS:
+                raise GemsError(f"{path} has {array.size} samples; take {MOST_LABELS} at most")
+            return np.asarray(array[...])
+        if name in group.attrs:
+            return np.asarray(group.attrs[name])
     raise GemsError(f"{path} has neither an array nor an attribute {name!r} for its labels")

@@ -27,7 +27,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from gems.errors import ScheduleError
+from gems.errors import ScheduleError, short
 from gems.plans import Plan
 
 
@@ -101,6 +101,7 @@ class Action:
         return Message(what, *ends, self.micro_batch)
 
 
+LONGEST = 60  # characters of an action: numbers of a dozen digits
 SPELLED = re.compile(
     r"(\d+)([FBIW]|[RSL](?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGDU])"
 )
@@ -110,8 +111,11 @@ def parse_action(text: str) -> Action:
     match = SPELLED.fullmatch(text)
     if not match:
         raise ScheduleError(
-            f"{text!r} is not an action; write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1R or 1G"
+            f"{short(text, 60)!r} is not an action; "
+            "write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1R or 1G"
         )
+    if len(text) > LONGEST:
+        raise ScheduleError(f"{short(text, 60)!r} has numbers that no plan has; give smaller ones")
     stage, kind, micro_batch, way, peer, replica, whole, letter = match.groups()
     if whole:
         return Action(next(k for k, spelled in WHOLE.items() if spelled == letter), int(whole))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,24 +16,31 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from gems.errors import ShapeError
+from gems.errors import PlanError, ShapeError
 from gems.machine import Machine
 from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message
 from gems.timeline import Memory
+from gems.torch.absent import absent, is_absent
+from gems.torch.advance import Advance, free_buffers
 from gems.torch.batch import Batch, describe, read_box, signature, stand_ins, tensors
 from gems.torch.bucket import Bucket
 from gems.torch.calls import Ref, is_place
 from gems.torch.cut import Cut, cut_up
 from gems.torch.defer import Entry, Ledger, receive, settle
+from gems.torch.guards import Guards, Structure, apply_assigned
 from gems.torch.junction import Passage, buffers, pack, unpack
+from gems.torch.loss_weights import Leaves
 from gems.torch.meter import storage_of
+from gems.torch.misplaced import current, holder, refuse_misplaced
 from gems.torch.norms import Statistics, unrecorded
 from gems.torch.offload import Bundle, View, opened
 from gems.torch.parts import Form, part_of
+from gems.torch.penalty import Penalty
 from gems.torch.program import Program, write
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, as_it_was, snapshot, touched
+from gems.torch.recordings import Recordings
 from gems.torch.shard import Shard
 from gems.torch.spatial.loss import CutLoss, prepare
 from gems.torch.spatial.rule import Notes
@@ -41,15 +49,17 @@ from gems.torch.spatial.stash import Slabs
 from gems.torch.store import Store
 from gems.torch.stream import Stream
 from gems.torch.trace import Trace, trace
-from gems.torch.weights import Ownership, Unmade
+from gems.torch.weights import Ownership, Unmade, refuse_unordered
 from gems.transport.core import Handle, Transport
 
+log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Tensor]
 # What `begin` sets. Where two batches are under way, each has its own (turns.py).
 OF_A_BATCH = (
-    *("batch", "step", "training", "scale", "update", "kept", "losses", "outputs", "used"),
+    *("batch", "step", "training", "scale", "update", "kept", "losses", "penalties", "outputs"),
     *("stash_bytes", "surge_bytes", "position", "of", "cut_losses", "statistics", "buckets"),
+    *("advances",),
 )
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,6 +77,12 @@ class Kept:
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
     forms: dict[str, Form] = field(default_factory=dict)  # of those that are here in parts
     bundle: Bundle | None = None  # what of all this is put away until backward
+
+
+def _leads_back(x: Tensor) -> bool:
+    """Whether a gradient of it goes anywhere. A view made under no_grad says that it requires one,
+    like its base, but has no function to give it to."""
+    return x.requires_grad and not (x.grad_fn is None and x._is_view())
 
 
 class TorchAdapter:
@@ -91,6 +107,8 @@ class TorchAdapter:
         stash: Store | None = None,
         unmade: Unmade | None = None,
         home: Store | None = None,
+        loss_weights: Mapping[str, nn.Parameter] | None = None,
+        leaves_of_loss: Leaves | None = None,
     ) -> None:
         """`unmade` are weights to be initialised; `home` is where they are put away."""
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
@@ -105,16 +123,22 @@ class TorchAdapter:
             (a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes
         }
         self.put_away = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE}
-        self.unordered = unordered.intersection(self.stages)
-        self.cuts: dict[Any, Cut] = {}
+        self.unordered, self.unordered_anywhere = unordered.intersection(self.stages), unordered
+        away = bool(plan.put_away("weights"))
+        shared = (s for s in range(plan.depth) if away or (plan.zero and plan.sharers(s) > 1))
+        self.sharded_anywhere = set(shared)
+        self.cuts: Recordings[Cut] = Recordings()
+        self.structure = Structure(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.held = owned.on(rank)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named |= loss_weights or {}
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
         self.home, self.unmade = home, unmade
         self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
         self.wants_norm = False
+        self.penalty: Penalty | None = None
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
         self.in_shards = {id(p) for parameters in shared for p in parameters}
@@ -122,6 +146,8 @@ class TorchAdapter:
             [t for t in self.weights.values() if id(t) not in self.in_shards]
         )
         self.weight_storages = {storage_of(t) for t in self.weights.values()}
+        self.leaves_of_loss = leaves_of_loss or Leaves(model)
+        self.leaves_of_loss.allow(self.weights, owned, plan.depth - 1, rank, loss)
 
     def _shared_out(self) -> dict[int, Shard]:
         """The stages of this rank whose state is divided among their holders, or put away: one
@@ -150,15 +176,17 @@ class TorchAdapter:
         self.scale, self.update = scale, update
         self.kept: dict[tuple[int, int], Kept] = {}
         self.losses: list[tuple[int, Tensor]] = []
+        self.penalties = 0.0  # this rank's share of the penalty on weights
         self.outputs: dict[int, Any] = {}
-        self.used: set[str] = set()  # the model's outputs that the loss gave a gradient
         self.stash_bytes: dict[tuple[int, int], int] = {}
         self.surge_bytes: dict[tuple[int, int], int] = {}
         real = [i for i, size in enumerate(batch.sizes) if size]
         self.position = {i: at for at, i in enumerate(real)}
-        mode = self._mode()
+        mode = self.modes()
+        self.cuts.begin()
         self.of: dict[int, Cut] = {i: self.cut(batch.inputs[i], mode) for i in real}
         self.cut_losses = self._cut_losses(real) if training else {}
+        self.advances = self._advances(real)
         self.statistics: dict[int, Statistics] = {}
         if training and real:
             for stage in self.unordered:
@@ -184,6 +212,13 @@ class TorchAdapter:
             self.statistics[stage].sums if stage in self.statistics else [],
             shard.places() if shard else None,
         )
+
+    def touched(self) -> list[tuple[Any, str]]:
+        """The buffers of this rank that the forwards of this step change: who has each, its key."""
+        cuts = {id(cut): cut for cut in self.of.values()}.values()
+        names = (name for cut in cuts for stage in self.stages for name in cut.touches(stage))
+        found = [holder(self.model, name) for name in dict.fromkeys(names)]
+        return [(own, name) for own, name in found if id(own[name]) not in self.in_shards]
 
     def _cut_losses(self, real: list[int]) -> dict[int, CutLoss]:
         """The losses of outputs that are cut; refused on all ranks, before anything runs."""
@@ -212,32 +247,72 @@ class TorchAdapter:
     def skips(self, micro_batch: int) -> bool:
         return not self.batch.sizes[micro_batch]
 
-    def _mode(self) -> int:
+    def modes(self) -> int:
         """What else a recording depends on: which modules train, and which parameters."""
-        trains = tuple(m.training for m in self.model.modules())
-        wants = tuple(p.requires_grad for p in self.model.parameters())
-        return hash((trains, wants, torch.is_grad_enabled()))
+        return self.structure.mode()
 
     def remember(self, inputs: Any, traced: Trace) -> None:
         """A recording that was made already."""
-        self.cuts[self._signature(inputs, self._mode())] = self._cut(inputs, traced)
+        key = self._signature(inputs, self.modes())
+        self.cuts.add(key, Guards(self.model, traced.record), self._cut(inputs, traced))
 
     def cut(self, inputs: Any, mode: int) -> Cut:
-        """The model, recorded on inputs of this signature and cut; remembered."""
+        """The model, recorded on inputs of this signature and cut; remembered while it is as it
+        was."""
         signature = self._signature(inputs, mode)
-        if signature not in self.cuts:
+        if (found := self.cuts.find(signature)) is None:
             with self._autocast():
                 traced = trace(
                     self.model, stand_ins(inputs), device=self.device, leaves=self.leaves
                 )
-            self.cuts[signature] = self._cut(inputs, traced)
-        return self.cuts[signature]
+            found = self._cut(inputs, traced)
+            free = self._free(found)
+            refuse_unordered(self.model, traced, self.owned, self.unordered_anywhere, free)
+            self.cuts.add(signature, Guards(self.model, traced.record), found)
+        apply_assigned(self.model, found.trace.record)
+        return found
+
+    def _free(self, cut: Cut) -> set[str]:
+        """The buffers that replicas can keep the same although each sees some of the samples."""
+        if self.plan.schedule == ENDLESS:
+            return set()
+        record = cut.trace.record
+        if record.free is None:
+            record.free = free_buffers(record, self.model)
+        return record.free
+
+    def _advances(self, real: list[int]) -> dict[int, Advance]:
+        """For the stages of which this rank does not see all micro-batches in order."""
+        found: dict[int, Advance] = {}
+        cuts = list({id(cut): cut for cut in self.of.values()}.values())
+        for stage in self.unordered:
+            made = [
+                Advance(c.trace.record, self.model, c.calls(stage), free, self.draws, len(real))
+                for c in cuts
+                if (free := self._free(c))
+            ]
+            made = [advance for advance in made if advance.names]
+            if not made:
+                continue
+            if len(made) != len(cuts) or any(m.names != made[0].names for m in made):
+                raise PlanError(
+                    f"the micro-batches of a step change different buffers: {made[0].names}"
+                )
+            if not self.training:
+                raise PlanError(
+                    f"forward changes {made[0].names} in evaluation mode, and stage {stage} is on "
+                    "several ranks; change buffers in training mode only (if self.training)"
+                )
+            found[stage] = made[0]
+        return found
 
     def _signature(self, inputs: Any, mode: int) -> Any:
         return signature(inputs), mode
 
     def _cut(self, inputs: Any, traced: Trace) -> Cut:
-        return cut_up(traced, self.plan, self.model, self.draws, self.machine, describe(inputs))
+        found = cut_up(traced, self.plan, self.model, self.draws, self.machine, describe(inputs))
+        refuse_misplaced(found, self.owned, self.sharded_anywhere, self.unordered_anywhere)
+        return found
 
     def bound(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Bound | None:
         """This rank's place in a stage that is cut."""
@@ -284,6 +359,12 @@ class TorchAdapter:
             recomputed = run_of or any(
                 c.region is not None or c.norms not in ((), (c.module,)) for c in calls
             )
+            if twice := [n for c in calls if c.region is not None for n in c.norms]:
+                log.info(
+                    "%s: running statistics inside torch.utils.checkpoint are updated once per "
+                    "micro-batch; plain PyTorch updates them again when it recomputes",
+                    ", ".join(dict.fromkeys(twice)),
+                )
             if recomputed:
                 cut.recomputed[stage] = [module for module, _ in self._norms(stage, cut)]
         return cut.programs[key]
@@ -308,6 +389,8 @@ class TorchAdapter:
         if self.training and (stage, i) in self.put_away:
             kept.bundle = Bundle(self.weight_storages, self.device)
         later = self.training and self.plan.recomputes(stage, i)
+        if stage in self.advances:
+            self.advances[stage].begin(self.position[i])
         if later:
             bound = self.bound(cut, stage, self.plan.team_for(stage, i))
             self.stash_bytes[stage, i] = 0
@@ -373,7 +456,7 @@ class TorchAdapter:
         if keeps:
             sent = {n for (a, _), names in cut.crossing.items() if a == stage for n in names}
             kept.edges = {
-                n: get_gradient_edge(t) for n, t in results.items() if n in sent and t.requires_grad
+                n: get_gradient_edge(t) for n, t in results.items() if n in sent and _leads_back(t)
             }
             self._count(cut, stage, i, slabs)
             if stage in cut.streamed:
@@ -461,15 +544,15 @@ class TorchAdapter:
         def put(x: Any) -> Any:
             return results[x.name] if isinstance(x, Ref) else x
 
-        for name in record.outputs:
-            if results[name].requires_grad:
-                results[name].register_hook(lambda _, name=name: self.used.add(name))
-
         output = pytree.tree_map(put, record.output, is_leaf=is_place)
         if not self.training or self.loss is None:
             self.outputs[i] = output
             return
-        loss = self._loss(cut, i, output, bound)
+        loss = self.leaves_of_loss.run(
+            lambda: self._loss(cut, i, output, bound),
+            [results[name] for name in record.outputs],
+            tensors((self.batch.inputs[i], self.batch.targets[i])),
+        )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ShapeError(f"loss must give one number, the mean over a micro-batch; got {shape}")
@@ -495,6 +578,8 @@ class TorchAdapter:
         summed: dict[str, Tensor] = {}
         for part in gradients:
             for name, gradient in part.items():
+                if is_absent(gradient):
+                    continue
                 summed[name] = summed[name] + gradient if name in summed else gradient
         roots = [edge for name, edge in kept.edges.items() if name in summed]
         seeds: list[Tensor | None] = [summed[name] for name in kept.edges if name in summed]
@@ -503,6 +588,8 @@ class TorchAdapter:
             weight = self.scale * self.batch.sizes[i] / self.batch.samples / self._team_size(i)
             roots.append(get_gradient_edge(kept.loss))
             seeds.append(torch.full_like(kept.loss, weight))
+        if self.penalty is not None:
+            self._penalise(self.penalty, stage, i, roots, seeds)
         kept.edges, kept.loss = {}, None
         del summed, gradients
         if roots:
@@ -514,8 +601,20 @@ class TorchAdapter:
         found, kept.gradients = kept.gradients, {}
         for name in kept.wants:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
-                found[name] = self._zeros(i, stage, name)
+                found[name] = self._absent(i, stage, name)
         return found
+
+    def _penalise(
+        self, penalty: Penalty, stage: int, i: int, roots: list[Any], seeds: list[Any]
+    ) -> None:
+        """A micro-batch's share of the penalty on a stage's weights, of which each rank of a team
+        takes a part."""
+        share = self.batch.sizes[i] / self.batch.samples / len(self.plan.team_for(stage, i))
+        value, root = penalty.of(stage)
+        self.penalties += value * share
+        if root is not None:
+            roots.append(root[0])
+            seeds.append(root[1] * (self.scale * share))
 
     @contextmanager
     def _reruns(self, stage: int, i: int, page: list[Entry] | None) -> Iterator[None]:
@@ -587,12 +686,12 @@ class TorchAdapter:
     ) -> dict[str, Tensor]:
         return unpack(self.passages(message), self.rank, own, arrived, self.device)
 
-    def _zeros(self, i: int, stage: int, name: str) -> Tensor:
+    def _absent(self, i: int, stage: int, name: str) -> Tensor:
         """No gradient for what a stage received."""
         cut = self.of[i]
         box = cut.boxes(stage, name, self.plan.team_for(stage, i), own=False)[self.rank]
         dtype = getattr(torch, cut.trace.graph.value[name].dtype)
-        return torch.zeros(box.shape, dtype=dtype, device=self.device)
+        return absent(box.shape, dtype, self.device)
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -664,7 +763,7 @@ class TorchAdapter:
     def copy(self, name: str) -> Tensor:
         """A weight, or a copy of it if it is put away."""
         shard = self.at_home.get(name)
-        return self.weights[name] if shard is None else shard.copy(name)
+        return self._now(name) if shard is None else shard.copy(name)
 
     def put(self, name: str, value: Tensor) -> None:
         """Let a weight be what a tensor says, wherever it is."""
@@ -672,27 +771,27 @@ class TorchAdapter:
             shard.put(name, value)
         else:
             with torch.no_grad():
-                self.weights[name].copy_(value)
+                self._now(name).copy_(value)
+
+    def _now(self, name: str) -> Tensor:
+        """A weight that is here: a parameter, of the model or of the loss, or a buffer, which
+        forward may have assigned."""
+        own = self.weights[name]
+        return own if isinstance(own, nn.Parameter) else current(self.model, name)
 
     def settle_alone(self) -> None:
-        """Statistics of stages that this rank holds alone, but saw out of order."""
+        """Statistics of stages that this rank holds alone, but saw out of order; and buffers that
+        every replica changes by itself."""
+        for advance in self.advances.values():
+            advance.finish()
         for stage, statistics in self.statistics.items():
             if len(self.plan.holders[stage]) == 1:
                 statistics.finish(statistics.sums)
 
-    def output_names(self) -> list[str]:
-        """Of the model's outputs in this step, in one order everywhere."""
-        return list(dict.fromkeys(n for cut in self.of.values() for n in cut.trace.record.outputs))
-
-    def trained_by(self, outputs: set[str]) -> set[str]:
-        """The weights that get a gradient in this step if the loss uses these outputs."""
-        cuts = {id(cut): cut for cut in self.of.values()}.values()
-        return {name for cut in cuts for name in cut.trained_by(frozenset(outputs))}
-
     def weighted_loss(self) -> float:
         """This rank's share of the step's loss."""
         samples = self.batch.samples
-        return sum(
+        return self.penalties + sum(
             float(loss) * self.batch.sizes[i] / samples / self._team_size(i)
             for i, loss in sorted(self.losses, key=lambda pair: pair[0])
         )
@@ -716,7 +815,7 @@ class TorchAdapter:
         away = sum(store.used for store in self.stores)
         if self.plan.put_away("weights") == "host":  # where the optimizer works, its state is
             away, state = away + self.size(state), []
-        here = self.size([x for x in state if x.untyped_storage().nbytes()])
+        here = self.size([x for x in state if x.is_sparse or x.untyped_storage().nbytes()])
         return Memory(weights=weights, gradients=gradients, optimizer=here, away=away)
 
     def state(self) -> list[Tensor]:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from gems import errors
 from gems.errors import CheckpointError, GemsError
 from gems.transport.core import Transport
 
 T = TypeVar("T")
+# An error travels as its name, so that no rank makes anything but one of these.
+KINDS: dict[str, type[GemsError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, GemsError)
+}
 
 
 def together(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]:
@@ -21,13 +28,19 @@ def together(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]
     try:
         told = (True, work())
     except GemsError as error:
-        failure, told = error, (False, type(error), str(error))
+        failure, told = error, (False, _kind(error), str(error))
     except Exception as error:
         failure, said = error, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        told = (False, CheckpointError, f"{doing} failed on rank {transport.rank}: {said}")
+        told = (False, CheckpointError.__name__, f"{doing} failed on rank {transport.rank}: {said}")
     outcomes = transport.gather(told)
     for good, *rest in outcomes:
         if not good:
             kind, message = rest
-            raise kind(message) from failure
+            raise KINDS.get(kind, GemsError)(message) from failure
     return [given for _, given in outcomes]
+
+
+def _kind(error: GemsError) -> str:
+    """The name of the nearest of its classes that all ranks know."""
+    known = (kind.__name__ for kind in type(error).__mro__ if KINDS.get(kind.__name__) is kind)
+    return next(known)

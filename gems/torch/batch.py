@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -107,10 +108,13 @@ def _whole(x: Any) -> Any:
     return Lazy(x, 0, x.shape[0]) if is_lazy(x) and len(x.shape) else x
 
 
-def split(inputs: Any, targets: Any, micro_batches: int) -> Batch:
+def split(inputs: Any, targets: Any, micro_batches: int, batch_dim: Any = None) -> Batch:
     """Near-equal micro-batches; fewer samples than micro-batches leave the last ones empty.
 
-    Tensors in `targets` are cut like the inputs if they are as long; what is not goes to all.
+    Targets are tensors with the samples along their first dim, lists or tuples with one entry per
+    sample, or dicts, lists and tuples of these; numbers and texts go to all micro-batches. Where
+    that is not so, `batch_dim` says what is: a dim, "list", or "whole" for what all micro-batches
+    get as it is; or a dict, list or tuple of these, shaped like the targets.
     """
     inputs, targets = pytree.tree_map(_whole, (inputs, targets))
     given = tensors(inputs)
@@ -121,19 +125,113 @@ def split(inputs: Any, targets: Any, micro_batches: int) -> Batch:
             f"got {describe(inputs) or type(inputs).__name__}"
         )
     samples = lengths.pop()
-    points = cuts(samples, micro_batches)
+    spans = list(pairwise(cuts(samples, micro_batches)))
+    one = batch_dim is None and sum(a < b for a, b in spans) == 1  # nothing needs to be cut
+    if targets is None or one:
+        parts = [targets if a < b else None for a, b in spans]
+    else:
+        cut = _cutter(targets, samples, batch_dim, "targets")
+        parts = [cut(a, b) for a, b in spans]
 
-    def part(tree: Any, start: int, stop: int) -> Any:
-        def cut(x: Any) -> Any:
-            if not isinstance(x, (Tensor, Lazy)) or not x.dim() or x.shape[0] != samples:
-                return x
-            return Lazy(x.source, start, stop) if isinstance(x, Lazy) else x[start:stop]
+    def part(start: int, stop: int) -> Any:
+        return pytree.tree_map(lambda x: _along(x, 0, start, stop) if _is_array(x) else x, inputs)
 
-        return pytree.tree_map(cut, tree)
+    return Batch([part(a, b) for a, b in spans], parts, [b - a for a, b in spans])
 
-    spans = list(pairwise(points))
-    return Batch(
-        [part(inputs, a, b) for a, b in spans],
-        [part(targets, a, b) for a, b in spans],
-        [b - a for a, b in spans],
-    )
+
+Cutter = Callable[[int, int], Any]  # from samples `start` to `stop` of something
+
+
+def _cutter(x: Any, samples: int, told: Any, at: str) -> Cutter:
+    """How to take some samples of targets, or of what is called `at` in them."""
+    if told == "whole":
+        return lambda a, b: x
+    if told == "list":
+        return _entries(x, samples, at)
+    if isinstance(told, (dict, list, tuple)):
+        if _keys(told) != _keys(x):
+            raise ShapeError(
+                f"batch_dim has {_keys(told)} where {at} has {_keys(x)}; shape it like the targets"
+            )
+        return _each(x, samples, lambda key: told[key], at)
+    if _is_sequence(x) and _per_sample(x, samples, told, at):
+        return _entries(x, samples, at)
+    if isinstance(x, dict) or _is_sequence(x):
+        return _each(x, samples, lambda key: told, at)
+    if _is_array(x) and (x.dim() or told is not None):
+        return _cells(x, samples, told, at)
+    return lambda a, b: x
+
+
+def _cells(x: Any, samples: int, told: Any, at: str) -> Cutter:
+    dim = 0 if told is None else told
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim() or x.shape[dim] != samples:
+        raise ShapeError(
+            f"{at} is {describe(x)}, which cannot be split into {samples} samples along dim {dim}. "
+            "Give Trainer(batch_dim=...) the dim of the samples, or 'whole' if every micro-batch "
+            "is to get all of it; or stack targets by sample in a collate function of your own"
+        )
+    if isinstance(x, Lazy) and dim % x.dim():
+        raise ShapeError(f"{at} is an array that is read by boxes; its samples must be along dim 0")
+    return lambda a, b: _along(x, dim, a, b)
+
+
+def _along(x: Any, dim: int, start: int, stop: int) -> Any:
+    if isinstance(x, Lazy):
+        return Lazy(x.source, x.start + start, x.start + stop)
+    return x.narrow(dim, start, stop - start)
+
+
+def _entries(x: Any, samples: int, at: str) -> Cutter:
+    if not isinstance(x, (list, tuple)) or len(x) != samples:
+        size = f"has {len(x)} entries" if isinstance(x, (list, tuple)) else "is no list"
+        raise ShapeError(f"batch_dim is 'list' for {at}, which {size} for {samples} samples")
+    return lambda a, b: type(x)(x[a:b])
+
+
+def _each(x: Any, samples: int, told: Callable[[Any], Any], at: str) -> Cutter:
+    cuts = {key: _cutter(x[key], samples, told(key), f"{at}[{key!r}]") for key in _keys(x)}
+
+    def cut(start: int, stop: int) -> Any:
+        found = {key: one(start, stop) for key, one in cuts.items()}
+        if isinstance(x, dict):
+            return type(x)(found) if type(x) is not dict else found
+        if hasattr(x, "_fields"):  # a named tuple
+            return type(x)(*found.values())
+        return type(x)(found.values())
+
+    return cut
+
+
+def _per_sample(x: Any, samples: int, told: Any, at: str) -> bool:
+    """Whether a list has one entry per sample; otherwise its entries are to be cut."""
+    found = tensors(x)
+    batched = bool(found) and all(t.dim() and t.shape[0] == samples for t in found)
+    if told is not None or hasattr(x, "_fields"):
+        return False
+    if len(x) != samples:
+        if found or not x:
+            return False
+        raise ShapeError(
+            f"{at} is a {type(x).__name__} of {len(x)} entries for {samples} samples. Give one "
+            "entry per sample, or Trainer(batch_dim='whole') if all micro-batches are to get all"
+        )
+    if batched:
+        raise ShapeError(
+            f"{at} is a {type(x).__name__} of {len(x)} entries, which may be one for each of the "
+            f"{samples} samples, or tensors of {samples} samples each. Say which: "
+            "Trainer(batch_dim='list') or Trainer(batch_dim=0)"
+        )
+    return True
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (Tensor, Lazy))
+
+
+def _keys(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, dict) else list(range(len(x))) if _is_sequence(x) else []
+
+
+def _is_sequence(x: Any) -> bool:
+    return isinstance(x, (list, tuple))

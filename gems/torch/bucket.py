@@ -15,7 +15,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from gems.torch.sparse import dense
+from gems.torch.strides import fitting
+
 Tensor = torch.Tensor
+
+
+def laid_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Flat memory as a gradient, in the memory format of its parameter: fused optimizers walk
+    through both in the order of memory."""
+    shape = tuple(parameter.shape)
+    return flat.as_strided(shape, fitting(shape, tuple(parameter.stride()))).data
+
+
+def restored(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Cells in row-major order as a gradient, in the memory format of its parameter."""
+    return laid_like(torch.empty_like(flat), parameter).copy_(flat.view(parameter.shape))
 
 
 class Bucket:
@@ -50,14 +65,14 @@ class Bucket:
             return memory[x.dtype, x.device][start : start + count].data
 
         self.places = [
-            part(*gradients[id(p)]).view(p.shape).data if id(p) in gradients else elsewhere[id(p)]
+            laid_like(part(*gradients[id(p)]), p) if id(p) in gradients else elsewhere[id(p)]
             for p in self.parameters
         ]
         self.flags = [part(*at) for at in flags]
         self.sums = [part(*at).view(x.shape) for at, x in zip(others, beside, strict=True)]
         for p, place in zip(self.parameters, self.places, strict=True):
             if p.grad is not None:  # from earlier calls of the same update
-                place.copy_(p.grad)
+                place.copy_(dense(p.grad))
             p.grad = place
 
     def fill(self) -> list[Tensor]:
@@ -65,7 +80,7 @@ class Bucket:
         for p, place, flag in zip(self.parameters, self.places, self.flags, strict=True):
             came = p.grad is not place or place._version > 0
             if p.grad is not place and p.grad is not None:  # somebody put another one there
-                place.copy_(p.grad)
+                place.copy_(dense(p.grad))
             flag.fill_(float(came and p.grad is not None))
         for x, place in zip(self.beside, self.sums, strict=True):
             place.copy_(x)

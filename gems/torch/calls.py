@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,15 +84,11 @@ class Record:
     device: str  # kind of device that it was recorded for
     leaves: tuple[str, ...]  # modules that had to be taken whole
     storages: dict[str, int] = field(default_factory=dict)  # the memory of each value, as in saves
-
-    def trained_by(self, outputs: Iterable[str]) -> set[str]:
-        """The weights that a gradient of these outputs may lead to, and not one too few."""
-        reached, weights = set(outputs), set[str]()
-        for call in reversed(self.calls):
-            if any(name in reached and self.values[name].grad for name in call.writes):
-                reached.update(call.reads, (old for old, _ in call.mutates))
-                weights.update(call.attrs)
-        return weights
+    reads: tuple[tuple[str, str], ...] = ()  # attributes that it depends on: module, name
+    containers: tuple[str, ...] = ()  # modules that were recorded inside
+    assigned: list[tuple[str, str, Any]] = field(default_factory=list)  # what forward left there
+    free: set[str] | None = None  # buffers that no sample changes (advance.py), once asked for
+    impure: list[tuple[str, str]] = field(default_factory=list)  # leaves with Python state, what
 
 
 def tensors_in(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -19,14 +19,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from gems.errors import CheckpointError
+from gems.errors import CheckpointError, short
 from gems.files import to_json
 from gems.torch import manifest as manifests
 from gems.torch.agree import together
-from gems.torch.folders import Draft, remove, sync, write_synced
-from gems.torch.manifest import FORMAT, WHAT, File, Manifest, Place, beyond, measured, number
-from gems.torch.snapshot import Unfit, joined, part_of, put, put_stage, refuse, take, unfit
+from gems.torch.folders import Draft, foreign, sync, write_synced
+from gems.torch.manifest import FORMAT, WHAT, File, Manifest, Place, measured, number, remove_old
+from gems.torch.snapshot import (
+    Unfit,
+    joined,
+    own_random,
+    part_of,
+    put,
+    put_stage,
+    refuse,
+    take,
+    unfit,
+)
 from gems.torch.storage import read, write
+from gems.torch.validate import validate_random, validate_state, validate_training
 from gems.torch.values import decode, references
 from gems.version import __version__
 
@@ -77,9 +88,8 @@ def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -
         def finished() -> None:
             if draft is not None:
                 _finish(draft, trainer, taken.plain, tensors, files)
-                for old in beyond(target, keep) if keep else ():
-                    log.info("removing %s; %s are kept", old, keep)
-                    remove(old)
+                if keep:
+                    remove_old(target, keep)
 
         together(transport, doing, finished)
     except BaseException:
@@ -103,6 +113,11 @@ def _check(target: Path, keep: int) -> None:
     if target.exists() and not (target / manifests.NAME).is_file():
         raise CheckpointError(
             f"{target} exists and is not a checkpoint, so it is not replaced; take another name"
+        )
+    if target.exists() and (strange := foreign(target)):
+        raise CheckpointError(
+            f"{target} holds {short(strange, 200)}, which GEMS did not write, so it is not "
+            "replaced; move that elsewhere, or take another name"
         )
 
 
@@ -142,19 +157,29 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
 
     def compared() -> Unfit:
         nonlocal plain
-        plain = state_in(path)
-        return unfit(trainer, plain, manifest.tensors)
+        plain = state_in(path, manifest.tensors)
+        found = unfit(trainer, plain, manifest.tensors)
+        if trainer.optimizer is not None and not found.training:
+            validate_training(trainer, plain, manifest.tensors)
+        return found
 
     def fetched() -> None:
         nonlocal part, tensors
         part = part_of(trainer, plain, manifest.tensors, found)
         tensors = read(path, manifest, sorted(part.keys))
+        if part.training:
+            states = own_random(trainer, plain)
+            validate_random(decode(states, tensors), trainer.device)
+
+    def taken_over() -> None:
+        nonlocal extra
+        extra = put(trainer, plain, part, tensors)
 
     def put_away() -> None:
         for stage, keys in part.apart.items():
             put_stage(trainer, plain, part, stage, read(path, manifest, sorted(keys)))
 
-    manifest = plain = part = tensors = cast(Any, None)
+    manifest = plain = part = tensors = extra = cast(Any, None)
     together(transport, doing, verified)
     found = joined(together(transport, doing, compared))
     if strict:
@@ -162,19 +187,20 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
     for why in (*found.weights, *found.training):
         log.warning("not taken from %s: %s", path, why)
     together(transport, doing, fetched)
-    extra = put(trainer, plain, part, tensors)
+    # All was validated, so what fails now is a fault here; and the trainer has part of it.
+    half = f"{doing}, of which this trainer has a part now (make a new one),"
+    together(transport, half, taken_over)
     tensors.clear()
-    together(transport, doing, put_away)
+    together(transport, half, put_away)
     log.info("loaded step %s from %s", trainer.steps, path)
     return extra
 
 
-def state_in(path: Path) -> dict[str, Any]:
-    """All that is no tensor."""
-    try:
-        return json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+def state_in(path: Path, tensors: Mapping[str, Place]) -> dict[str, Any]:
+    """All that is no tensor, of a form that can be taken."""
+    plain = manifests.read_json(path / STATE)
+    validate_state(plain, tensors)
+    return plain
 
 
 def weights_in(path: Path) -> dict[str, Any]:
@@ -182,7 +208,7 @@ def weights_in(path: Path) -> dict[str, Any]:
     manifest = manifests.read(path)
     manifests.verify(path, manifest)
     try:
-        return _weights_in(path, manifest, state_in(path))
+        return _weights_in(path, manifest, state_in(path, manifest.tensors))
     except CheckpointError:
         raise
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -41,6 +42,7 @@ from gems.torch.stream import Stream
 from gems.torch.trace import Trace
 from gems.transport.core import Transport
 
+log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 
 
@@ -61,15 +63,16 @@ class Cut:
     bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     footprints: dict[int, Footprint] = field(default_factory=dict)
-    trained: dict[frozenset[str], set[str]] = field(default_factory=dict)
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
     losses: dict[Any, CutLoss] = field(default_factory=dict)
     passages: dict[tuple[Any, ...], Passage] = field(default_factory=dict)
+    changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
 
     def __post_init__(self) -> None:
         for stage, grid in enumerate(self.plan.grids):
             if grid.size > 1:
                 self.laid[stage] = self._lay_out(stage, grid)
+                _log_gathered(stage, grid, self.laid[stage])
             if self.plan.streams[stage]:
                 self.streamed[stage] = self._lay_out_blocks(stage, self.plan.streams[stage])
 
@@ -77,6 +80,13 @@ class Cut:
 
     def calls(self, stage: int) -> list[Call]:
         return [call for block in self.blocks[stage] for call in self.trace.calls(block)]
+
+    def touches(self, stage: int) -> list[str]:
+        """The buffers, running statistics among them, that a forward of a stage changes."""
+        if stage not in self.changed:
+            names = (name for call in self.calls(stage) for name in call.touches)
+            self.changed[stage] = list(dict.fromkeys(names))
+        return self.changed[stage]
 
     def sent(self, stage: int) -> list[str]:
         """The values that a stage gives away: to other stages, or as the model's output."""
@@ -117,11 +127,6 @@ class Cut:
             whole = blocks if kept is None else kept
             self.footprints[stage] = footprint(self.trace.graph, blocks, whole)
         return self.footprints[stage]
-
-    def trained_by(self, outputs: frozenset[str]) -> set[str]:
-        if outputs not in self.trained:
-            self.trained[outputs] = self.trace.record.trained_by(outputs)
-        return self.trained[outputs]
 
     def values(self, message: Message) -> list[Value]:
         """What a message carries; gradients travel the same way back, for what has one."""
@@ -291,6 +296,17 @@ class Cut:
                 back,
             )
         return self.passages[key]
+
+
+def _log_gathered(stage: int, grid: Grid, laid: Laid) -> None:
+    """Calls without a layer rule cost every rank their whole inputs; who reads the log may end the
+    spatial stages before them."""
+    if not (lines := laid.gathered()):
+        return
+    log.info(
+        "stage %d is cut %s, but %d calls run whole on every rank, which gathers %.1f MiB: %s",
+        stage, grid, len(lines), laid.gathered_bytes() / 2**20, "; ".join(lines),
+    )  # fmt: skip
 
 
 def _cut_dims(rank: int, grid: Grid) -> tuple[int, ...] | None:

@@ -88,11 +88,13 @@ class Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, box: list[Tensor], arrived: Any) -> Tensor:
         ctx.arrived = arrived
+        ctx.set_materialize_grads(False)
         return box.pop()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        ctx.arrived(gradients[0])
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+        if gradients[0] is not None:  # some operations pass on that there is none
+            ctx.arrived(gradients[0])
         return None, None, None
 
 

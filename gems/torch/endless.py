@@ -25,7 +25,8 @@ from torch import nn
 from gems.engine.endless import Endless
 from gems.errors import GemsError, LossError, PlanError, ShapeError, TraceError, faults
 from gems.timeline import Timeline
-from gems.torch.batch import Batch, describe, split
+from gems.torch.batch import describe, split
+from gems.torch.consensus import Claim, agree
 from gems.torch.random import key
 from gems.torch.turns import Turns
 from gems.transport.core import Done, Handle
@@ -38,12 +39,11 @@ Tensor = torch.Tensor
 
 @dataclass
 class Said:
-    """What all ranks say of a batch: its loss, who was told to stop, which outputs were used."""
+    """What all ranks say of a batch: its loss, who was told to stop."""
 
     step: int
     given: str
     hash: tuple[int, int]
-    outputs: list[str]
     parts: Tensor
     handle: Handle
 
@@ -89,6 +89,11 @@ class Run:
                 f"accumulate={trainer.accumulate} would use weights of more than two versions; "
                 "give the plan more micro-batches instead"
             )
+        if trainer.regularizer is not None:
+            found.append(
+                "regularizer is added to a loss that is complete before the backwards of its batch "
+                "are; use the optimizer's weight_decay"
+            )
         tied = self._tied()
         if tied:
             found.append(
@@ -109,7 +114,6 @@ class Run:
         from gems.torch.trainer import Step
 
         start, trainer = perf_counter(), self.trainer
-        self._refuse_failed()
         if self.engine.going and self._modes() != self.modes:
             raise GemsError(
                 "modules went to another mode (train, eval) or weights were frozen or unfrozen "
@@ -119,9 +123,9 @@ class Run:
             raise PlanError(
                 f"{tied[0]} was unfrozen, but 2bw cannot train it: several stages use it"
             )
-        batch = split(inputs, targets, trainer.plan.total)
+        batch = split(inputs, targets, trainer.plan.total, trainer.batch_dim)
         first = not self.engine.going
-        self._same(batch, first)
+        self._same(trainer.claim("step", batch, (inputs, targets)), first)
         try:
             self.turns.begin(batch, trainer.steps)
         except TraceError as error:
@@ -141,7 +145,7 @@ class Run:
         """What is left of the last batch, and its update; None if nothing is under way."""
         from gems.torch.trainer import Step
 
-        self._refuse_failed()
+        self.trainer.refuse_unusable()
         if not self.engine.going:
             return None
         start = perf_counter()
@@ -153,8 +157,20 @@ class Run:
         self.turns.restart()
         if self.wrong:
             wrong, self.wrong = self.wrong, None
-            raise LossError(wrong)
+            raise self._bad_loss(wrong)
         return Step(self.loss, 0, perf_counter() - start, True, None, self.told)
+
+    def _bad_loss(self, what: str) -> LossError:
+        """Weights are as before the batch; running statistics saw it, and the one behind it."""
+        cuts = self.turns.plain.cuts.values()
+        if not any(cut.touches(s) for cut in cuts for s in range(self.trainer.plan.depth)):
+            return LossError(what)
+        error = LossError(
+            f"{what}. Running statistics have seen both batches, so that this trainer is unusable: "
+            "make a new one, and load the last checkpoint"
+        )
+        self.trainer.failed = error
+        return error
 
     def _modes(self) -> tuple[list[bool], list[bool]]:
         """What recomputation must find as forward did: which modules train, which parameters."""
@@ -189,39 +205,34 @@ class Run:
     def _carry_out(self, window: Callable[[int, int], Timeline]) -> Timeline:
         try:
             return window(self.turns.begun - 1, self.trainer.steps)
+        except BaseException as error:
+            self.trainer.failed = error
+            raise
         finally:
             self.turns.rest()
 
-    def _refuse_failed(self) -> None:
-        if self.engine.failed:
-            raise GemsError(
-                "this trainer has failed in the middle of a batch; make a new one, and load the "
-                "last checkpoint"
-            )
-
     # --- what ranks tell each other -----------------------------------------------------------
 
-    def _same(self, batch: Batch, first: bool) -> None:
+    def _same(self, claim: Claim, first: bool) -> None:
         """All ranks must be about to do the same. At first all say so, and wait for each other;
         then each stage sends its word ahead of what it computes."""
-        step = self.trainer.steps
-        self.what = key(describe(batch.inputs), batch.sizes, step) >> 20
-        self.given = f"step {step}, {describe(batch.inputs[0])} first of {batch.samples} samples"
+        self.what = key(claim.row()) >> 20
+        self.given = claim.given
+        if first:
+            agree(self.transport, claim)
+            return
         try:
-            if first and set(self.transport.gather(self.what)) != {self.what}:
-                raise self._differ(self.given)
-            if not first and not self._heard():
+            if not self._heard():
                 raise self._differ(self.given)
         except BaseException as error:
-            if not first:
-                self.engine.failed = True
-                self.transport.fail(error)
+            self.trainer.failed = error
+            self.transport.fail(error)
             raise
 
     def _differ(self, given: str) -> ShapeError:
         return ShapeError(
-            f"ranks were given different batches; rank {self.transport.rank} has {given}. Give "
-            "every rank the same global batch"
+            f"ranks were given different batches, or have different settings; rank "
+            f"{self.transport.rank} has {given}. Give every rank the same global batch"
         )
 
     def _heard(self) -> bool:
@@ -248,25 +259,23 @@ class Run:
         """This rank's part of what is to be known of a batch, once its forwards are done."""
         trainer, plain = self.trainer, self.turns.plain
         self.turns.turn_to((self.turns.begun - 1) % 2)
-        outputs = plain.output_names()
         told = trainer.interrupt is not None and trainer.interrupt.wanted
         parts = [plain.weighted_loss(), told, *_hash(self.what)]
-        parts += [name in plain.used for name in outputs]
         sums = torch.tensor(parts, dtype=torch.float64)
         everyone = tuple(range(self.transport.world))
         handle = self.transport.add_up(sums, everyone)
-        said = Said(trainer.steps - 1, self.given, _hash(self.what), outputs, sums, handle)
+        said = Said(trainer.steps - 1, self.given, _hash(self.what), sums, handle)
         self.said.append(said)
 
     # --- an update ----------------------------------------------------------------------------
 
     def _update(self, stage: int) -> tuple[int, Handle]:
         """Of the batch whose gradients were summed, if its loss is a number."""
-        said, trainer, plain = self.said.popleft(), self.trainer, self.turns.plain
+        said, trainer = self.said.popleft(), self.trainer
         assert trainer.optimizer is not None
         self.turns.turn_to(self.turns.summed % 2)
         said.handle.wait()
-        loss, tellings, one, two, *uses = said.parts.tolist()
+        loss, tellings, one, two = said.parts.tolist()
         if (one, two) != tuple(self.transport.world * x for x in said.hash):
             raise self._differ(said.given)
         if not math.isfinite(loss) and not self.wrong:
@@ -276,9 +285,6 @@ class Run:
             )
         if not self.wrong:
             self.loss, self.told = loss, tellings > 0
-            used = {name for name, times in zip(said.outputs, uses, strict=True) if times}
-            trainer.trained |= plain.trained_by(used)
-            trainer._forget_untrained()
             self.turns.versions.step(trainer.optimizer)
             trainer._step_scheduler(loss)
         trainer._forget_gradients()

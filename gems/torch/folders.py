@@ -4,21 +4,26 @@
     run/step-200                complete: renamed only after every file was on the disk
 
 A folder that goes is renamed first, so that half of one never has a name that counts.
+
+Only what GEMS wrote goes: files by the names in OWN. A link in the place of a folder is replaced or
+removed itself, never what it leads to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
 import os
 import re
 import secrets
-import shutil
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 UNFINISHED = re.compile(r".+\.tmp-[0-9a-f]{8}")
+# The files that GEMS and torch.distributed.checkpoint write into a checkpoint, and no other.
+OWN = re.compile(r"manifest\.json|state\.json|\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp")
 EXCHANGE, HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 
@@ -38,7 +43,7 @@ class Draft:
         """Give it its name. What had that name before goes."""
         try:
             sync(self.path)
-            replaced = self.target.exists()
+            replaced = os.path.lexists(self.target)
             if not replaced:
                 os.rename(self.path, self.target)
             elif not _exchange(self.path, self.target):
@@ -48,12 +53,12 @@ class Draft:
                 os.rename(gone, self.path)
             sync(self.target.parent)
             if replaced:
-                shutil.rmtree(self.path, ignore_errors=True)
+                _clear(self.path)
         finally:
             self._unlock()
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _clear(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -65,19 +70,42 @@ class Draft:
 def remove(path: Path) -> None:
     """Away with a folder, in one move as far as others can see."""
     os.rename(path, gone := _aside(path))
-    shutil.rmtree(gone, ignore_errors=True)
+    _clear(gone)
+
+
+def foreign(path: Path) -> list[str]:
+    """What a folder holds that GEMS did not write there. Of a link nothing is at stake."""
+    if path.is_symlink():
+        return []
+    with os.scandir(path) as entries:
+        return sorted(
+            e.name for e in entries if not OWN.fullmatch(e.name) or e.is_dir(follow_symlinks=False)
+        )
+
+
+def _clear(path: Path) -> None:
+    """Away with a folder's own files and then itself, or with a link; all else stays."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+            return
+        strange = foreign(path)
+        for entry in path.iterdir():
+            if entry.name not in strange:
+                entry.unlink()
+        path.rmdir()
 
 
 def remove_unfinished(folder: Path) -> None:
     """Away with what saves left behind that died. Those under way elsewhere hold their lock."""
     for path in folder.iterdir():
-        if not (UNFINISHED.fullmatch(path.name) and path.is_dir()):
+        if path.is_symlink() or not (UNFINISHED.fullmatch(path.name) and path.is_dir()):
             continue
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            if _lock(handle):
+            if _lock(handle) and not foreign(path):
                 log.info("removing %s, which a save that died has left behind", path)
-                shutil.rmtree(path, ignore_errors=True)
+                _clear(path)
         finally:
             os.close(handle)
 

@@ -77,7 +77,7 @@ def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[Laid, str | None]:
     calls, stop = record.calls, None
     while True:
         try:
-            return lay_out(record, model, calls, entering, draws), stop
+            return lay_out(record, model, calls, entering, draws, gathers=False), stop
         except Uncuttable as error:
             stop = error.call.name
             calls = calls[: calls.index(error.call)]

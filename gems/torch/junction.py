@@ -15,6 +15,8 @@ import torch
 
 from gems.geometry import Box, Move, moves
 from gems.graph import ITEMSIZE, Value
+from gems.torch.absent import absent, is_absent
+from gems.torch.strides import as_recorded, row_major, strided, tile_strides
 
 Tensor = torch.Tensor
 Boxes = Mapping[int, Box]  # rank -> its part
@@ -118,15 +120,15 @@ def unpack(
         if not value.bytes:
             found[value.name] = torch.empty(value.shape, dtype=_dtype(value), device=device)
         elif passage.plain:
-            found[value.name] = mine if mine is not None else _only(parts, value)
+            found[value.name] = mine if mine is not None else _only(parts, value, passage.back)
         else:
             found[value.name] = _assembled(passage, rank, mine, parts, device)
     return found
 
 
-def _only(parts: Mapping[int, Iterator[Tensor]], value: Value) -> Tensor:
+def _only(parts: Mapping[int, Iterator[Tensor]], value: Value, back: bool) -> Tensor:
     (buffers,) = parts.values()
-    return shaped(next(buffers), value)
+    return shaped(next(buffers), value, back)
 
 
 def _assembled(
@@ -138,8 +140,12 @@ def _assembled(
 ) -> Tensor:
     """A value's part on this rank, out of boxes; on the way back they add up."""
     value, frame = passage.value, passage.received_in(rank)
-    make = torch.zeros if passage.back else torch.empty
-    found = make(frame.shape, dtype=_dtype(value), device=device)
+    missing = present = False  # of the gradients that arrive
+    found = torch.empty(0, dtype=_dtype(value), device=device)
+    if passage.back or not value.shape:
+        found = found.new_zeros(frame.shape)
+    else:
+        found = strided(frame.shape, tile_strides(value, frame.shape), found)
     for source in sorted({*parts, rank}):
         for box in passage.between(source, rank):
             if source != rank:
@@ -149,8 +155,16 @@ def _assembled(
                 part = _piece(own, passage.sent_from(rank), box)
             here = found[box.relative_to(frame).slices()]
             part = part.view(box.shape)
+            if passage.back and is_absent(part):
+                missing = True
+                continue
+            present = True
             here.add_(part) if passage.back else here.copy_(part)
-    return found if value.shape else found.view(())
+    if missing and not present:
+        found = absent(frame.shape, found.dtype, device)
+    if passage.back or frame.shape != value.shape:
+        return found if value.shape else found.view(())
+    return as_recorded(found, value) if value.shape else found.view(())
 
 
 def _piece(tensor: Tensor, held: Box, box: Box) -> Tensor:
@@ -160,14 +174,6 @@ def _piece(tensor: Tensor, held: Box, box: Box) -> Tensor:
 
 def _dtype(value: Value) -> torch.dtype:
     return getattr(torch, value.dtype)
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def dense(value: Value) -> bool:
@@ -190,7 +196,10 @@ def flat(tensor: Tensor, value: Value) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def shaped(buffer: Tensor, value: Value) -> Tensor:
-    """The tensor that `flat` made bytes of."""
-    strides = value.strides if dense(value) else row_major(value.shape)
-    return buffer.view(_dtype(value)).as_strided(value.shape, strides)
+def shaped(buffer: Tensor, value: Value, back: bool = False) -> Tensor:
+    """The tensor that `flat` made bytes of. A value has the recorded strides, gaps and all; of a
+    gradient only the order of dims is kept."""
+    if dense(value):
+        return buffer.view(_dtype(value)).as_strided(value.shape, value.strides)
+    found = buffer.view(_dtype(value)).as_strided(value.shape, row_major(value.shape))
+    return found if back else as_recorded(found, value)

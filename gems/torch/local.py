@@ -17,6 +17,7 @@ from torch import nn
 
 from gems.machine import Device, Link, Machine
 from gems.plans import Plan
+from gems.torch.launch import loopback
 from gems.torch.spatial.team import Team
 from gems.torch.store import Disk
 from gems.torch.trainer import Trainer
@@ -130,10 +131,10 @@ def _exchange(rank: int, folder: str) -> None:
     What counts is how long they wait for it: gloo shakes hands, and a sleeping process must wake.
     """
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    transport = TorchDist(owner=True)
+    transport = TorchDist(leave=dist.destroy_process_group)
     team, work, found = Team((2,), (0, 1), rank, transport), torch.randn(512, 512), []
     for size in (SMALL, LARGE):
         mine, waits = torch.zeros(size, dtype=torch.uint8), 0.0

@@ -12,14 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gems.errors import CheckpointError, faults
-from gems.torch.folders import remove
+import torch
+
+from gems.errors import CheckpointError, faults, short
+from gems.files import LARGEST, parse_json
+from gems.torch.folders import OWN, foreign, remove
+from gems.transport.encoding import sendable
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -43,6 +49,9 @@ class Place:
 class File:
     bytes: int
     sha256: str
+
+
+sendable(File)
 
 
 @dataclass(frozen=True)
@@ -86,13 +95,21 @@ def read(path: Path) -> Manifest:
             f"{path} has no {NAME}, so it is not a GEMS checkpoint, or not a whole one; {REMEDY}, "
             "or read plain weights with gems.read_weights"
         )
+    return _checked(read_json(path / NAME), path)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of one of a checkpoint's files, which is no link to elsewhere."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link; {REMEDY}, or copy the files themselves")
     try:
-        plain = json.loads((path / NAME).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path / NAME} is damaged or not JSON ({str(error)[:200]}); {REMEDY}"
+            f"{path} is damaged or not JSON ({short(error, 200)}); {REMEDY}"
         ) from error
-    return _checked(plain, path)
 
 
 def _checked(plain: Any, path: Path) -> Manifest:
@@ -110,20 +127,68 @@ def _checked(plain: Any, path: Path) -> Manifest:
         places = {key: Place(tuple(x.pop("shape")), **x) for key, x in plain["tensors"].items()}
         files = {name: File(**x) for name, x in plain["files"].items()}
         found = Manifest(**{**plain, "tensors": places, "files": files})
+        wrong = [*_wrong_fields(found), *_wrong_places(found)]
+        strange = [name for name in files if not OWN.fullmatch(name) or name == NAME]
+        strange += [k for k, p in places.items() if p.file not in files]
     except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / NAME} is not a manifest: {error}; {REMEDY}") from error
-    strange = [name for name in found.files if not _is_plain(name)]
-    strange += [k for k, p in found.tensors.items() if p.file not in found.files]
-    if strange:
         raise CheckpointError(
-            f"{path / NAME} names what is not inside the checkpoint: {strange[:5]}"
+            f"{path / NAME} is not a manifest: {short(error, 200)}; {REMEDY}"
+        ) from error
+    if strange:
+        listed = short([short(name, 60) for name in strange[:5]])
+        raise CheckpointError(
+            f"{path / NAME} names what is not inside the checkpoint: {listed}; {REMEDY}"
         )
+    if wrong := wrong or list(_overlapping(found)):
+        raise CheckpointError(faults(f"{path / NAME} cannot be true; {REMEDY}:", wrong))
     return found
 
 
-def _is_plain(name: str) -> bool:
-    """A file of the folder itself."""
-    return name not in ("", ".", "..", NAME) and "/" not in name and "\0" not in name
+MOST = 2**63
+
+
+def _is_count(x: object) -> bool:
+    return type(x) is int and 0 <= x < MOST
+
+
+def _wrong_fields(found: Manifest) -> Iterator[str]:
+    for name, kind in (("gems", str), ("plan", dict)):
+        if not isinstance(getattr(found, name), kind):
+            yield f"{name} is {short(repr(getattr(found, name)), 60)}"
+    for name in ("format", "step"):
+        if not _is_count(getattr(found, name)):
+            yield f"{name} is {short(repr(getattr(found, name)), 60)}"
+    for name, file in found.files.items():
+        if not _is_count(file.bytes) or not isinstance(file.sha256, str):
+            yield f"the size or checksum of {short(name, 60)} is none"
+
+
+def _wrong_places(found: Manifest) -> Iterator[str]:
+    """Tensors that their bytes cannot hold: so that no more is allocated than files have."""
+    for key, place in found.tensors.items():
+        counts = (*place.shape, place.offset, place.bytes)
+        if not all(map(_is_count, counts)) or not isinstance(place.dtype, str):
+            yield f"{short(key, 80)} has the shape, type, offset or bytes {short(place, 200)}"
+            continue
+        dtype = getattr(torch, place.dtype, None)
+        size = dtype.itemsize if isinstance(dtype, torch.dtype) else 1
+        if math.prod(place.shape) * size > place.bytes or len(place.shape) > 64:
+            yield f"{short(key, 80)} is {short(place.shape, 60)} in {place.bytes} bytes"
+        file = found.files.get(place.file)
+        if file is not None and place.offset + place.bytes > file.bytes:
+            yield (
+                f"{short(key, 80)} ends at byte {place.offset + place.bytes} of {place.file}, "
+                f"which has {file.bytes}"
+            )
+
+
+def _overlapping(found: Manifest) -> Iterator[str]:
+    """Tensors that share bytes: only the names of a tied weight do, and all of them."""
+    ordered = sorted(found.tensors.items(), key=lambda item: (item[1].file, item[1].offset))
+    for (one, a), (other, b) in pairwise(ordered):
+        tied = a == b and one.startswith("model.") and other.startswith("model.")
+        if a.file == b.file and b.offset < a.offset + a.bytes and not tied:
+            yield f"{short(one, 80)} and {short(other, 80)} overlap in {a.file}"
 
 
 def measured(path: Path) -> File:
@@ -140,7 +205,9 @@ def verify(path: Path, manifest: Manifest, names: Iterable[str] | None = None) -
     found = []
     for name in manifest.files if names is None else names:
         expected = manifest.files[name]
-        if not (path / name).is_file():
+        if (path / name).is_symlink():
+            found.append(f"{name} is a link")
+        elif not (path / name).is_file():
             found.append(f"{name} is missing")
         elif (here := (path / name).stat().st_size) != expected.bytes:
             found.append(f"{name} has {here} bytes, {expected.bytes} were written")
@@ -167,8 +234,22 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def remove_all(folder: Path) -> None:
-    """Away with all checkpoints in a folder, also those that are damaged."""
+    """Away with all checkpoints in a folder, also those that are damaged; with nothing else."""
     for path in _inside(folder):
+        _remove(path)
+
+
+def remove_old(path: Path, keep: int) -> None:
+    """Away with the oldest of the numbered ones like `path` when `keep` are to stay."""
+    for old in beyond(path, keep):
+        log.info("removing %s; %s are kept", old, keep)
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if strange := foreign(path):
+        log.warning("%s stays: it holds %s, which GEMS did not write", path, short(strange, 200))
+    else:
         remove(path)
 
 
@@ -196,10 +277,10 @@ def _inside(folder: Path) -> Sequence[Path]:
 
 
 def stem(name: str) -> str:
-    return re.sub(r"\d+$", "", name)
+    return re.sub(r"[0-9]+$", "", name)
 
 
 def number(name: str) -> int:
     """100 for `step-100`; -1 for a name that does not end in a number."""
     digits = name[len(stem(name)) :]
-    return int(digits) if digits else -1
+    return int(digits) if digits and len(digits) < 100 else -1

@@ -45,6 +45,7 @@ class CallMeter(TorchDispatchMode):
         self.random = False
         self.ops = 0
         self.pointwise = True  # as long as all is
+        self.changed: list[torch.Tensor] = []  # in place
         self.written: list[int] = []  # storages of running averages
         self.saves: dict[int, int] = {}
 
@@ -54,7 +55,9 @@ class CallMeter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # more than half of what is dispatched
             return result
         self.ops += 1
-        if func.overloadpacket not in HARMLESS:
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            self.changed.append(args[0])
+        if func.overloadpacket not in HARMLESS and not self._regenerated(func, result):
             self.pointwise &= torch.Tag.pointwise in func.tags
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket in AVERAGING and args[5]:  # training
@@ -67,6 +70,17 @@ class CallMeter(TorchDispatchMode):
                 t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
             )
         return result
+
+    def _regenerated(self, func: Any, result: Any) -> bool:
+        """Whether autograd makes a view once more after it was changed in place: the same cells."""
+        if not func.is_view or not isinstance(result, torch.Tensor):
+            return False
+        return any(_cells(t) == _cells(result) for t in self.changed)
+
+
+def _cells(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which cells of which memory a tensor sees, and in which order."""
+    return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def refuse_own_generator(name: str, arguments: Any) -> None:

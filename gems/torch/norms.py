@@ -44,7 +44,8 @@ class Statistics:
 
     def follow(self, earlier: Statistics) -> None:
         """Come after a step that is not finished yet."""
-        steps = {id(m): calls * earlier.n for m, calls in earlier.layers}
+        counted = ((m, calls * isinstance(m, _counting)) for m, calls in earlier.layers)
+        steps = {id(m): calls * earlier.n for m, calls in counted}
         had = {id(m): n for (m, _), n in zip(earlier.layers, earlier.base_counts, strict=True)}
         self.base_counts = [
             had[id(m)] + steps[id(m)] if id(m) in had else count

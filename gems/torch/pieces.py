@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gems.errors import PlanError
 from gems.torch.shard import Piece, Shard
 from gems.transport.core import Transport, own_part
+from gems.transport.encoding import sendable
 
 Tensor = torch.Tensor
 State = dict[str, Any]
@@ -73,6 +74,9 @@ class Cells:
     """In place of a piece's part of a tensor that is shaped like the whole parameter."""
 
     dtype: torch.dtype
+
+
+sendable(Cells)
 
 
 def joined(

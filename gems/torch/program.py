@@ -18,8 +18,11 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from gems.geometry import Box
 from gems.torch.calls import Attr, Call, Record, Ref, is_place
+from gems.torch.defer import hooked
 from gems.torch.random import Draws
 from gems.torch.recompute import Again, Run, touched
+from gems.torch.sound import normalises, sound
+from gems.torch.strides import restrided
 
 if TYPE_CHECKING:
     from gems.torch.spatial.stage import Bound
@@ -87,6 +90,7 @@ class _Writer:
         self.recomputed: dict[str, tuple[Any, ...]] = {}  # function -> what is known about it
         self.above: list[str] = []  # the functions of these
         self.draws, self.deferral = draws, deferral
+        self.ordered = False  # whether values are written with their recorded strides
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
             "_no_grad": torch.no_grad,
@@ -96,8 +100,10 @@ class _Writer:
             "_checkpoint": torch_checkpoint.checkpoint,
             "_again": again[0],
             "_unflatten": pytree.tree_unflatten,
+            "_restrided": restrided,
         }
         self.bound: dict[int, str] = {}
+        self.sounds: dict[int, Callable[..., Any]] = {}
         self.variables: dict[str, str] = {}
 
     def function(
@@ -178,8 +184,10 @@ class _Writer:
             self.lines.append(f"{indent}with {context}:")
             indent += "    "
         target = self._target(call)
+        self.ordered = self._seeded(call) and not call.mutates
         arguments = [self.expression(a) for a in call.args]
         arguments += [f"{key}={self.expression(a)}" for key, a in call.kwargs.items()]
+        self.ordered = False
         invocation = f"{target}({', '.join(arguments)})"
         if len(call.outs) == 1 and call.outs[0][0] == ():
             self.lines.append(f"{indent}{self.var(call.outs[0][1])} = {invocation}")
@@ -201,10 +209,13 @@ class _Writer:
         if call.autocast is not None:
             enabled, dtype = call.autocast
             found.append(f"_autocast({self.device!r}, {self.bind(dtype)}, enabled={enabled})")
-        drawn = call.name in self.instead or is_dropout(call, self.model)
-        if call.random and not drawn:
+        if self._seeded(call):
             found.append(f"_random({call.name!r})")
         return found
+
+    def _seeded(self, call: Call) -> bool:
+        """Whether a call draws from torch's generator, and so in the order of memory."""
+        return call.random and call.name not in self.instead and not is_dropout(call, self.model)
 
     @property
     def device(self) -> str:
@@ -215,13 +226,21 @@ class _Writer:
             return self.bind(self.instead[call.name])
         if call.random and is_dropout(call, self.model):
             return self.bind(self._dropout(call))
+        if normalises(call, self.model):
+            return self.bind(self._sound(call))
         if call.module is None:
-            return self.bind(call.function)
+            hooks = call.function is torch.Tensor.register_hook
+            return self.bind(_hooked if hooks else call.function)
         module = self.model.get_submodule(call.module)
         put_off = None
         if self.deferral and call.grad and call.region is None:
             put_off = self.deferral(module)
         return self.bind(put_off or module)
+
+    def _sound(self, call: Call) -> Callable[..., Any]:
+        run = call.function if call.module is None else self.model.get_submodule(call.module)
+        assert run is not None
+        return self.sounds.setdefault(id(run), sound(run))
 
     def _dropout(self, call: Call) -> Callable[..., torch.Tensor]:
         """Dropout by the cell, so that it comes out the same wherever the tensor is cut."""
@@ -237,6 +256,8 @@ class _Writer:
     def expression(self, x: Any) -> str:
         """Python for an argument: values by variable, weights by attribute, the rest as it was."""
         if isinstance(x, Ref):
+            if self.ordered:
+                return f"_restrided({self.var(x.name)}, {self.bind(self.record.values[x.name])})"
             return self.var(x.name)
         if isinstance(x, Attr):
             path, _, key = x.name.rpartition(".")
@@ -269,12 +290,18 @@ class _Writer:
         return self.variables.setdefault(name, f"v{len(self.variables)}")
 
 
+def _hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """A hook on a tensor. The first of two runs of a stage that is recomputed has no gradients."""
+    return tensor.register_hook(hook) if tensor.requires_grad else None
+
+
 def is_dropout(call: Call, model: nn.Module) -> bool:
     """Whether a call drops single cells, and nothing but its result is looked at."""
     if any(new for _, new in call.mutates) or len(call.outs) != 1:
         return False
     if call.module is not None:
-        return type(model.get_submodule(call.module)) is nn.Dropout
+        module = model.get_submodule(call.module)
+        return type(module) is nn.Dropout and not hooked(module)
     return call.function is nn.functional.dropout
 
 

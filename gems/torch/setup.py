@@ -31,6 +31,7 @@ from gems.schedule.passes import lower, recompute
 from gems.torch.adapter import PRECISIONS
 from gems.torch.halos import with_halos
 from gems.torch.profile import measure
+from gems.torch.record import REMEDY
 from gems.torch.trace import Trace, trace
 from gems.transport.core import Transport
 from gems.zero import needed, share
@@ -79,6 +80,7 @@ def set_up(
     blocks = _block_costs(costs, traced, model, where, planned=not isinstance(plan, Plan))
     plan = plan if isinstance(plan, Plan) else _chosen(traced, blocks, where)
     _refuse_misfits(plan, where.transport.world)
+    _refuse_whole(plan, traced, model)
     stage_of = stages(plan, traced.graph, blocks, where.memory)
     plan = written(plan, traced.graph, stage_of)
     limit = where.machine.device.memory if where.memory is None else where.memory
@@ -134,6 +136,15 @@ def _refuse_misfits(plan: Plan, world: int) -> None:
         raise PlanError(
             f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
             "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
+        )
+
+
+def _refuse_whole(plan: Plan, traced: Trace, model: nn.Module) -> None:
+    if "" in traced.record.leaves and plan.depth > 1:
+        raise PlanError(
+            f"this plan has {plan.depth} stages, but {type(model).__name__} runs as one block: its "
+            "forward looks at the values of tensors, or it has hooks that must see its own tensors "
+            f"(a warning said which). {REMEDY}"
         )
 
 

@@ -18,9 +18,10 @@ Then the whole memory is there from gather to release as well, whatever `zero` i
 holder by itself has all of it at home, in pieces that are whole parameters. When gradients are
 summed they go to the same place, and the optimizer works there, between `open` and `close`.
 
-[Note: memory that comes and goes] `release` gives the bytes back and leaves the tensors as they
-are: parameters, and what autograd has saved of them, are whole again after the next gather. They
-were made through `.data`, so filling the memory does not count as a change of them.
+[Note: memory that comes and goes] `release` gives the bytes back and leaves what autograd has saved
+of the parameters as it is: it is whole again after the next gather. Views were made through
+`.data`, so filling the memory does not count as a change of them. Parameters themselves, which a
+user may have a reference to, are released tensors meanwhile, which raise (released.py).
 
 torch's FSDP2 shards each parameter along its first dim and hangs gather and release on the hooks of
 modules. Our stages are runs of recorded calls, not modules; their schedule says when weights are
@@ -37,6 +38,8 @@ import torch
 from torch import nn
 
 from gems.torch.home import Home, room
+from gems.torch.released import release, restore
+from gems.torch.sparse import dense, square
 from gems.torch.store import Handle, Slot, Store
 from gems.transport.core import own_part
 
@@ -85,6 +88,7 @@ class Shard:
         self.whole = True
         if self.passing:
             self.release()
+            self._release_pieces()
 
     def own(self, memory: Tensor) -> Tensor:
         return own_part(memory, self.rank, self.holders)
@@ -96,6 +100,8 @@ class Shard:
         handles: list[Handle] = []
         for flat in self.flats if self.passing else ():
             flat.room(len(flat.weights))
+            for name in flat.at:
+                restore(self.parameters[name])
             mine = self.own(flat.weights) if self.level == 3 else flat.weights
             if flat.home is None:
                 mine.copy_(flat.part)
@@ -121,9 +127,18 @@ class Shard:
     def release(self) -> None:
         """Give the memory of the whole back. [Note: memory that comes and goes]"""
         assert self.passing
+        for name, p in self.parameters.items():
+            release(p, f"parameter {name}", self.why)
         for flat in self.flats:
             flat.room(0)
         self.whole = False
+
+    @property
+    def why(self) -> str:
+        """Why weights are not here between steps."""
+        sharded = f"is sharded over ranks {self.holders} (zero={self.level})"
+        how = [sharded] * (self.level == 3) + ["is offloaded"] * (self.store is not None)
+        return f"{' and '.join(how)} and not in memory between steps"
 
     @property
     def at_home(self) -> bool:
@@ -201,24 +216,14 @@ class Shard:
                 if sums is None:
                     gradient = self.parameters[piece.name].grad
                     assert gradient is not None
-                    gradient = gradient.contiguous()
+                    gradient = dense(gradient).contiguous()
                 else:
                     gradient = sums[at : at + piece.part.numel()]
                 handle = flat.away.write(gradient, at * gradient.element_size())
                 if norm:
-                    self.squares[piece.name] = float(gradient.double().square().sum())
+                    self.squares[piece.name] = square(gradient)
                 handle.wait()
             flat.gradients = None
-
-    def has_gradient(self, name: str) -> bool:
-        """Whether this rank's part of a gradient that is put away is anything but zeros."""
-        for flat in self.flats:
-            for piece, at in zip(flat.pieces, flat.starts, strict=True):
-                if piece.name == name and name in self.came and flat.away is not None:
-                    found = torch.empty(piece.part.numel(), dtype=piece.part.dtype)
-                    flat.away.read(found, at * found.element_size()).wait()
-                    return bool(found.any())
-        return False
 
     def forget(self) -> None:
         """The update is made, or will not be."""
@@ -239,6 +244,8 @@ class Shard:
         bytes that this took."""
         assert self.store is not None
         self.store.finish()
+        for piece in self.pieces.values():
+            restore(piece.part)
         return sum(flat.open(self.came) for flat in self.flats)
 
     def close(self) -> None:
@@ -246,7 +253,14 @@ class Shard:
         for flat in self.flats:
             if flat.home is not None:
                 flat.home.close()
+        self._release_pieces()
         self.forget()
+
+    def _release_pieces(self) -> None:
+        """What the optimizer steps has no memory where it is on disk."""
+        for flat in self.flats:
+            for piece in flat.pieces if flat.home is not None and not flat.home.on_host else ():
+                release(piece.part, f"parameter {piece.name}", self.why)
 
     @property
     def gradient_bytes(self) -> int:
@@ -258,7 +272,7 @@ class Shard:
                 total += memory.nbytes
             if flat.gradients is None:
                 grads = (self.parameters[name].grad for name in flat.at)
-                total += sum(g.nbytes for g in grads if g is not None)
+                total += sum(g.numel() * g.element_size() for g in grads if g is not None)
         return total
 
 
@@ -269,6 +283,8 @@ class _Flat:
         self.at: dict[str, tuple[int, torch.Size]] = {}
         total = 0
         for name, p in parameters.items():
+            if not p.numel() % 2:
+                total += total % 2  # so that it may be viewed as complex numbers
             self.at[name] = (total, p.shape)
             total += p.numel()
         width = -(-total // len(shard.holders))

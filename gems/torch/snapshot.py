@@ -3,7 +3,8 @@
 Sections of tensors, and who writes them:
 
     model       weights, by the labels of the plain state dict   one holder of each
-    buffers     those that a state dict leaves out               one holder of each
+    buffers     those that a state dict leaves out, and          one holder of each
+                trainable parameters of the loss
     optimizer   its state, weight by weight                      the same holder
     gradients   of an update under way, when several calls of    every holder its own part: they
                 `step` make one                                  are summed at the end of the window
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gems.errors import CheckpointError, faults
 from gems.torch.agree import together
@@ -32,8 +34,11 @@ from gems.torch.manifest import Place
 from gems.torch.optimizers import Named, by_name, give_back, give_state, kind
 from gems.torch.pieces import cut
 from gems.torch.pieces import joined as joined_states
+from gems.torch.released import form_of
+from gems.torch.sparse import dense
 from gems.torch.values import decode, encode, references, same
 from gems.torch.weights import named_weights, set_extra_state
+from gems.transport.encoding import sendable
 
 if TYPE_CHECKING:
     from gems.torch.trainer import Trainer
@@ -103,7 +108,7 @@ def _own_part(
     trainer: Trainer, taken: Snapshot, extra: Any, shared: Mapping[str, Any]
 ) -> dict[str, Any]:
     put, rank = taken.tensors, trainer.rank
-    weights = named_weights(trainer.model)
+    weights = weights_of(trainer)
     writer = writers(trainer)
     labels = labelled(trainer)
     first: dict[str, str] = {}
@@ -143,11 +148,16 @@ def _own_part(
             "rest": encode(named.rest, "shared.optimizer", mine),
         }
         part["state"] = {
-            name: encode(x, f"optimizer.{name}", put)
+            name: encode(_forms(x), f"optimizer.{name}", put)
             for name, x in states.items()
             if writer[name] == rank
         }
     return part
+
+
+def _forms(state: Any) -> Any:
+    """A state of which some tensors may be released: `present` gives their numbers."""
+    return pytree.tree_map(lambda x: form_of(x) if isinstance(x, Tensor) else x, state)
 
 
 def _shared(trainer: Trainer, extra: Any, put: dict[str, Tensor]) -> dict[str, Any]:
@@ -156,7 +166,7 @@ def _shared(trainer: Trainer, extra: Any, put: dict[str, Tensor]) -> dict[str, A
         "steps": trainer.steps,
         "window": trainer.window,
         "first": trainer.first,
-        "trained": sorted(trainer.trained),
+        "trained": [],
         "seed": trainer.seed,
         "world": trainer.transport.world,
         "scale": scale and {"value": scale.value, "good": scale.good},
@@ -179,7 +189,7 @@ def _window(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
         if p.grad is not None:
             place = trainer.owned.holders[name].index(trainer.rank)
             key = f"{name}/{place}"
-            found[key] = encode(p.grad, f"gradients.{key}", put)
+            found[key] = encode(dense(p.grad), f"gradients.{key}", put)
     return found
 
 
@@ -223,14 +233,19 @@ def labelled(trainer: Trainer) -> dict[str, str]:
 
 
 def unlisted(trainer: Trainer) -> list[str]:
-    """Buffers that the state dict leaves out."""
+    """Buffers that the state dict leaves out, and what the loss has."""
     listed = set(labelled(trainer).values())
     return [name for name in trainer.owned.holders if name not in listed]
 
 
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Every parameter and buffer by every name it has, of the loss as well."""
+    return named_weights(trainer.model) | trainer.loss_weights
+
+
 def writers(trainer: Trainer) -> dict[str, int]:
     """For each weight, the holder that writes it: each as little as can be."""
-    weights, load = named_weights(trainer.model), dict.fromkeys(range(trainer.transport.world), 0)
+    weights, load = weights_of(trainer), dict.fromkeys(range(trainer.transport.world), 0)
     found: dict[str, int] = {}
     for name in sorted(trainer.owned.holders, key=lambda n: (-weights[n].nbytes, n)):
         found[name] = min(trainer.owned.holders[name], key=lambda rank: (load[rank], rank))
@@ -247,6 +262,9 @@ class Unfit:
 
     weights: tuple[str, ...] = ()
     training: tuple[str, ...] = ()
+
+
+sendable(Unfit)
 
 
 def unfit(trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place]) -> Unfit:
@@ -275,7 +293,7 @@ def refuse(found: Unfit) -> None:
 
 
 def _unfit_weights(trainer: Trainer, tensors: Mapping[str, Place]) -> list[str]:
-    weights, found = named_weights(trainer.model), []
+    weights, found = weights_of(trainer), []
     expected = {f"model.{label}": weights[name] for label, name in labelled(trainer).items()}
     for key, tensor in expected.items():
         label = key.removeprefix("model.")
@@ -290,6 +308,8 @@ def _unfit_weights(trainer: Trainer, tensors: Mapping[str, Place]) -> list[str]:
     ]
     for name in unlisted(trainer):
         place = tensors.get(f"buffers.{name}")
+        if place is None and name in trainer.loss_weights:
+            found.append(f"missing: {name}, {form(weights[name])}")
         if place is not None and form(place) != form(weights[name]):
             found.append(f"{name} is {form(place)} in the checkpoint, {form(weights[name])} here")
     return found
@@ -357,7 +377,7 @@ def part_of(
     trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place], found: Unfit
 ) -> Part:
     """What this rank reads, of what fits."""
-    held, weights = trainer.adapter.held, named_weights(trainer.model)
+    held, weights = trainer.adapter.held, weights_of(trainer)
     wanted = {f"model.{label}": name for label, name in labelled(trainer).items()}
     wanted |= {f"buffers.{name}": name for name in unlisted(trainer)}
     mine = {
@@ -395,7 +415,7 @@ def _apart(trainer: Trainer) -> dict[int, set[str]]:
 def _training_keys(trainer: Trainer, plain: Mapping[str, Any], held: set[str]) -> Iterable[str]:
     yield from references(plain["optimizer"])
     yield from references(plain["scheduler"])
-    yield from references(_own_random(trainer, plain))
+    yield from references(own_random(trainer, plain))
     for name in held:
         yield from references(plain["state"].get(name))
         yield from references(_saved_older(trainer, plain).get(name))
@@ -408,7 +428,7 @@ def _saved_older(trainer: Trainer, plain: Mapping[str, Any]) -> Mapping[str, Any
     return plain.get("older", {}) if trainer.endless is not None else {}
 
 
-def _own_random(trainer: Trainer, plain: Mapping[str, Any]) -> Any:
+def own_random(trainer: Trainer, plain: Mapping[str, Any]) -> Any:
     """This rank's generators, or rank 0's where the ranks are others now."""
     alike = plain["world"] == trainer.transport.world
     return plain["random"].get(str(trainer.rank) if alike else "0", plain["random"]["0"])
@@ -439,7 +459,7 @@ def put(
     trainer: Trainer, plain: Mapping[str, Any], part: Part, tensors: Mapping[str, Tensor]
 ) -> Any:
     """Take it over, from tensors that were all read. Gives the user's `extra`."""
-    weights = named_weights(trainer.model)
+    weights = weights_of(trainer)
     with torch.no_grad():
         for key, name in part.weights.items():
             if name not in part.names:
@@ -517,10 +537,9 @@ def _put_training(
             whole = torch.stack(found).sum(0) if len(found) > 1 else found[0]
             parameters[name].grad = whole.to(parameters[name].device)
     trainer.window, trainer.first = plain["window"], plain["first"]
-    trainer.trained = set(plain["trained"])
     if trainer.scale is not None and plain["scale"] is not None:
         trainer.scale.value, trainer.scale.good = plain["scale"]["value"], plain["scale"]["good"]
     if trainer.seed != plain["seed"]:
         log.info("random numbers go on with the checkpoint's seed %s", plain["seed"])
         trainer.seed = trainer.adapter.draws.seed = plain["seed"]
-    put_back(decode(_own_random(trainer, plain), tensors), trainer.device)
+    put_back(decode(own_random(trainer, plain), tensors), trainer.device)

@@ -9,9 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from gems.torch.meter import storage_of
+from gems.torch.released import release, restore
 from gems.torch.store import Slot, Store
 
 Tensor = torch.Tensor
+WHY = "is offloaded and not in memory between updates"
 
 
 class States:
@@ -27,6 +29,7 @@ class States:
         handles = []
         for number in (n for p in parameters for n in self.of.get(p, ())):
             tensor, slot = self.slots[number]
+            restore(tensor)
             tensor.untyped_storage().resize_(slot.size)
             handles.append(slot.read(tensor))
         for handle in handles:
@@ -53,7 +56,9 @@ class States:
             handle.wait()
         self.store.finish()
         for tensor in written:
-            tensor.untyped_storage().resize_(0)
+            memory = tensor.untyped_storage()
+            release(tensor, "the optimizer's state", WHY)
+            memory.resize_(0)
         return size
 
     def clear(self) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,15 +33,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from gems.errors import CheckpointError
 from gems.torch.agree import together
 from gems.torch.folders import sync
 from gems.torch.manifest import Manifest, Place
+from gems.torch.released import form_of
 from gems.transport.core import Transport
+from gems.transport.encoding import sendable
 
 Tensor = torch.Tensor
+sendable(SavePlan, WriteItem, WriteItemType, TensorWriteData, ChunkStorageMetadata)
+sendable(TensorProperties, MetadataIndex, WriteResult, _StorageInfo, _StoragePrefix)
 
 
 def write(
@@ -104,7 +114,7 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     sections: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = tensor.detach()
+        sections.setdefault(section, {})[name] = form_of(tensor).detach()
     return sections
 
 

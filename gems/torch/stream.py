@@ -39,6 +39,7 @@ from gems.torch.spatial.rule import Run
 from gems.torch.spatial.stage import Bound, Laid, bind, one_part
 from gems.torch.spatial.stash import Slabs
 from gems.torch.spatial.team import Team
+from gems.torch.strides import strided
 from gems.transport.core import Handle
 
 Tensor = torch.Tensor
@@ -176,8 +177,9 @@ class Stream:
 
     def empty(self, name: str) -> Tensor:
         value = self.values[name]
-        make = torch.zeros if name in self.laid.added else torch.empty
-        return make(value.shape, dtype=getattr(torch, value.dtype), device=self.device)
+        like = torch.empty(0, dtype=getattr(torch, value.dtype), device=self.device)
+        found = strided(value.shape, value.strides, like)
+        return found.zero_() if name in self.laid.added else found
 
 
 class _Streamed(torch.autograd.Function):

@@ -24,19 +24,36 @@ from gems.schedule.core import Schedule
 from gems.schedule.passes import forward_only
 from gems.simulation import simulate
 from gems.timeline import Memory, Timeline, merged
+from gems.torch import fingerprint, settings
 from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
+from gems.torch.advance import free_buffers
 from gems.torch.agree import together
 from gems.torch.batch import Batch, describe, split, tensors
+from gems.torch.bucket import restored
+from gems.torch.closing import closable, connected
+from gems.torch.consensus import (
+    Claim,
+    agree,
+    agree_on_failure,
+    attempt,
+    difference,
+    listed,
+    refuse_failed,
+)
 from gems.torch.endless import Run
 from gems.torch.interrupt import Interrupt
-from gems.torch.launch import connect, device_for
+from gems.torch.launch import device_for
+from gems.torch.loss_weights import Leaves, parameters_of, place, whole_loss_state, with_loss
 from gems.torch.malloc import lean, trim
 from gems.torch.outputs import collect
+from gems.torch.penalty import Penalty, Regularizer
 from gems.torch.pieces import share_out
 from gems.torch.random import key
+from gems.torch.replicate import replicate
+from gems.torch.rollback import Rollback
 from gems.torch.scale import LossScale
 from gems.torch.setup import Surroundings, set_up
-from gems.torch.shard import Shard
+from gems.torch.sparse import dense, embeddings, reject_rows, square
 from gems.torch.spatial.team import CHANNEL
 from gems.torch.store import Store, store
 from gems.torch.trace import as_module
@@ -48,6 +65,7 @@ from gems.torch.weights import (
     keep_only,
     load_state,
     minders,
+    named_weights,
     ownership,
     refuse_unordered,
     unordered,
@@ -57,6 +75,7 @@ from gems.transport.core import Done, Handle, Transport
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+THOROUGH, EVERY = 2, 100  # batches are compared whole in the first steps, and in every so-manieth
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
@@ -79,11 +98,13 @@ class Step:
     interrupted: bool = False
 
 
+@closable
 class Trainer:
     """A model under a plan. Every rank makes one, with the same arguments.
 
     model        any nn.Module (it may be on the meta device), or a list of them, one per stage
-    loss         loss(output, target): the mean over a micro-batch
+    loss         loss(output, target): the mean over a micro-batch. An nn.Module may have trainable
+                 parameters: the last stage's ranks have them, and their optimizers step them
     optimizer    parameters -> torch optimizer; each rank has the one of its own stages
     sample       inputs of one micro-batch, for their shapes: a tensor, a tuple or a dict
     plan         a gems.Plan, a file of one, or "auto"
@@ -102,6 +123,15 @@ class Trainer:
     interrupt    signals to hear: `step` tells all ranks when one was told to stop
     offload_folder  where the files are of what the plan puts away on disk; the temporary folder
                  if left out
+    batch_dim    where the samples of the targets are, if not along the first dim of tensors or in
+                 lists with one entry per sample: a dim, "list", "whole" (all micro-batches get it
+                 as it is), or a dict, list or tuple of these, shaped like the targets
+    regularizer  a penalty on weights that is added to the loss: [(name, parameter), ...] -> one
+                 number, given the parameters of each stage; what it gives is summed over stages
+    timeout      seconds without a sign of life after which a rank is lost (default 60); slow work
+                 gives signs of life
+
+    It may be used by `with`, which closes it. A closed one raises GemsError.
     """
 
     def __init__(
@@ -127,8 +157,11 @@ class Trainer:
         scheduler: MakeScheduler | None = None,
         interrupt: Interrupt | None = None,
         offload_folder: str | Path | None = None,
+        batch_dim: Any = None,
+        timeout: float | None = None,
+        regularizer: Regularizer | None = None,
     ) -> None:
-        self.transport = transport or connect(backend)
+        self.transport = connected(transport, backend, timeout)
         self.rank = self.transport.rank
         self.device = torch.device(device) if device is not None else device_for(self.transport)
         self.loss, self.clip, self.accumulate, self.seed = loss, clip, accumulate, seed
@@ -139,39 +172,24 @@ class Trainer:
         self.steps = 0  # calls of `step` so far
         self.window = 0  # samples of the update under way, when several calls make one
         self.first = 0  # those of its first call
-        self.trained: set[str] = set()  # weights that the update under way has a gradient for
         self.interrupt, self.closed = interrupt, False
-        self.offload_folder = offload_folder
+        self.offload_folder, self.batch_dim = offload_folder, batch_dim
+        self.regularizer = regularizer
         self.stores: list[Store] = []
         self._local: Timeline | None = None
         self.trains = optimizer is not None
-        self._together(lambda: self._prepare(model, sample, plan, costs, schedule, initialize))
+        self.failed: BaseException | None = None  # what left this trainer unusable
+        attempt(
+            self.transport,
+            lambda: self._prepare(model, sample, plan, costs, schedule, initialize),
+        )
         self.scale = LossScale() if precision == "fp16" else None
-        self.optimizer = self._make_optimizer(optimizer)
-        self.adapter.optimizer = self.optimizer
-        self.updates = self._make_updates()
-        if scheduler is not None and self.optimizer is None:
-            raise PlanError("a scheduler needs an optimizer; give the trainer one")
-        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+        self.compared: list[str] = []  # hyper-parameters that must be the same on all ranks
+        self._compare_optimizers(
+            attempt(self.transport, lambda: self._prepare_updates(optimizer, scheduler))
+        )
 
     # --- setting up -----------------------------------------------------------------------------
-
-    def _together(self, work: Callable[[], str]) -> None:
-        """Do something on all ranks that must succeed, and come out the same, on all of them."""
-        failure: GemsError | None = None
-        try:
-            outcome = work()
-        except GemsError as error:
-            failure, outcome = error, f"failed: {error}"
-        outcomes = self.transport.gather(outcome)
-        if failure is not None:
-            raise failure
-        for rank, other in enumerate(outcomes):
-            if other != outcome:
-                what = other if other.startswith("failed") else "came to another plan or schedule"
-                raise PeerError(
-                    f"rank {rank} {what}. All ranks must be given the same model, sample and plan"
-                )
 
     def _prepare(
         self,
@@ -181,8 +199,8 @@ class Trainer:
         costs: str | Costs,
         schedule: Schedule | None,
         initialize: Initialize | None,
-    ) -> str:
-        """Trace, plan, schedule, keep what is ours. Gives a digest of what all ranks must share."""
+    ) -> None:
+        """Trace, plan, schedule, keep what is ours. All ranks must come to the same."""
         self._check_options(sample)
         self.model, leaves = as_module(model)
         where = Surroundings(self.transport, self.device, self.machine, self.memory, self.precision)
@@ -191,6 +209,7 @@ class Trainer:
         traced, stage_of, plan = found.traced, found.stage_of, found.plan
         self.plan, self.costs, self.schedule = plan, found.costs, found.schedule
         self.leaves = traced.record.leaves
+        same_model = fingerprint.of_model(traced, self.model)
         self.on_disk = any(part.endswith(":disk") for part in plan.offload)
         if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
@@ -200,9 +219,13 @@ class Trainer:
         self._refuse_eager(plan)
         self.owned = ownership(traced.graph, stage_of, plan)
         self.minders = minders(self.model, traced, stage_of, self.owned, plan)
+        self.loss_weights = parameters_of(self.loss, self.model) if self.trains else {}
+        self.owned = with_loss(self.owned, self.loss_weights, plan)
+        self.leaves_of_loss = Leaves(self.model)
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
-        refuse_unordered(self.model, traced, self.owned, self.unordered)
+        free = free_buffers(traced.record, self.model) if plan.schedule != ENDLESS else ()
+        refuse_unordered(self.model, traced, self.owned, self.unordered, free)
         if self.on_disk:
             lean()
         unmade = keep_only(
@@ -214,13 +237,33 @@ class Trainer:
             initialize,
             later=self._put_away_names(),
         )
-        self._connect_engines(unmade)
+        last = self.rank in plan.holders[plan.depth - 1]
+        device = self.device if last else torch.device("meta")
+        self.loss_weights = place(self.loss, self.loss_weights, device)
+        self._agree_on_start(same_model, sample)
+        self._connect(unmade)
         self.endless = Run(self) if plan.schedule == ENDLESS else None
         if self.on_disk:
             trim()
         self.adapter.remember(sample, traced)
         self._refuse_nothing_shared()
-        return f"{key(str(self.schedule), plan)}"
+
+    def _agree_on_start(self, model: int, sample: Any) -> None:
+        """Before anything depends on it. A rank that failed meets the others here, too."""
+        same = {
+            "plan": f"#{key(str(self.schedule), self.plan):x}",
+            "sample": describe(sample),
+            "seed": self.seed,
+            "precision": self.precision,
+            "clip": self.clip,
+            "accumulate": self.accumulate,
+            "loss": _named(self.loss),
+            "regularizer": _named(self.regularizer),
+        }
+        claims = self.transport.gather(Claim("Trainer", model=model, settings=same).words())
+        refuse_failed(claims)
+        if any(claim != claims[0] for claim in claims):
+            raise difference(claims, self.rank)
 
     def _refuse_nothing_shared(self) -> None:
         (cut,) = self.adapter.cuts.values()
@@ -249,6 +292,8 @@ class Trainer:
         if self.precision not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise PlanError(f"precision {self.precision!r} is unknown; choose one of {known}")
+        if self.regularizer is not None and self.loss is None:
+            raise PlanError("a regularizer is added to the loss; give the trainer one")
         if self.accumulate < 1:
             raise PlanError(f"accumulate is {self.accumulate}; an update takes at least one step")
 
@@ -260,7 +305,8 @@ class Trainer:
         alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
         return trained.intersection(name for names in alone for name in names)
 
-    def _connect_engines(self, unmade: Unmade) -> None:
+    def _connect(self, unmade: Unmade) -> None:
+        """Set up the links and groups, replicate initial weights, make the adapter and engines."""
         plan, transport = self.plan, self.transport
         rows = (self.schedule, forward_only(plan))
         links = {
@@ -275,6 +321,12 @@ class Trainer:
         links |= {(a, b, CHANNEL) for team in teams for a in team for b in team if a != b}
         groups = set(plan.holders) | {self.owned.holders[n] for n in self.owned.tied()}
         transport.prepare(sorted(groups), sorted(links))
+        replicate(named_weights(self.model) | self.loss_weights, self._held_by(), transport)
+        for p in (
+            *self.model.parameters(),
+            *self.loss_weights.values(),
+        ):  # what an earlier backward left is no part of a step
+            p.grad = None
         self.adapter = TorchAdapter(
             self.model,
             plan,
@@ -292,12 +344,20 @@ class Trainer:
             stash=self._store("stash"),
             unmade=unmade,
             home=self._store("weights"),
+            loss_weights=self.loss_weights,
+            leaves_of_loss=self.leaves_of_loss,
         )
+        if self.regularizer is not None:
+            self.adapter.penalty = Penalty(self.regularizer, self.owned, self.adapter.weights)
         self.adapter.wants_norm = self.clip is not None or self.precision == "fp16"
         if plan.schedule != ENDLESS:
             early = self._update_early
             self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
+
+    def _held_by(self) -> dict[str, tuple[int, ...]]:
+        """The holders of what this rank has."""
+        return {n: ranks for n, ranks in self.owned.holders.items() if self.rank in ranks}
 
     def _store(self, what: str) -> Store | None:
         """Where something is while it is put away; None if it stays."""
@@ -311,16 +371,69 @@ class Trainer:
 
         The optimizer's state is counted as it is now; it has none before the first step.
         """
+        self._meet("forecast")
         state = self.adapter.size(self.adapter.state())
         trained = self.adapter.size(list(self._stepped().values()))
         states = self.transport.gather(state / trained if trained else 0.0)
         return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
+
+    def _prepare_updates(
+        self, optimizer: MakeOptimizer | None, scheduler: MakeScheduler | None
+    ) -> dict[str, Any]:
+        """Optimizer and scheduler; tells what must be the same on all ranks."""
+        if scheduler is not None and optimizer is None:
+            raise PlanError("a scheduler needs an optimizer; give the trainer one")
+        self.optimizer = self._make_optimizer(optimizer)
+        self.adapter.optimizer = self.optimizer
+        self.updates = self._make_updates()
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+        if self.optimizer is None:
+            return {"kinds": "none"}
+        stepped = self._stepped().items()
+        several = {id(p): n for n, p in stepped if len(self.owned.holders[n]) > 1}
+        return {
+            "kinds": f"{_named(self.optimizer)}, {_named(self.scheduler)}",
+            "groups": len(self.optimizer.param_groups),
+            "comparable": settings.comparable(self.optimizer),
+            "replicated": settings.by_parameter(self.optimizer, several),
+        }
+
+    def _compare_optimizers(self, told: list[dict[str, Any]]) -> None:
+        kinds = [mine["kinds"] for mine in told]
+        if len(set(kinds)) > 1:
+            raise PeerError(
+                f"ranks have different optimizers or schedulers: {listed(kinds)}. Give all ranks "
+                "the same"
+            )
+        if self.optimizer is None:
+            return
+        self.compared = settings.shared(told)
+        for name in {name for mine in told for name in mine["replicated"]}:
+            ranks = [rank for rank, mine in enumerate(told) if name in mine["replicated"]]
+            if len({told[rank]["replicated"][name] for rank in ranks}) > 1:
+                raise PeerError(
+                    f"ranks {ranks} hold replicas of {name} with different hyper-parameters; the "
+                    "optimizer must give a parameter the same ones on every rank"
+                )
+        agree(self.transport, Claim("Trainer", settings=self._settings()))
+
+    def _settings(self) -> dict[str, Any]:
+        """What may be changed between steps, and must be changed on all ranks."""
+        found: dict[str, Any] = {"clip": self.clip, "accumulate": self.accumulate}
+        if self.optimizer is not None:
+            found |= settings.now(self.optimizer, self.compared)
+        if self.scheduler is not None:
+            found["steps of the scheduler"] = getattr(self.scheduler, "last_epoch", None)
+        return found
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
         if make is None:
             return None
         mine = self.parameters() or [nn.Parameter(torch.zeros(0, device=self.device))]
         optimizer = make(mine)
+        shards = {n for shard in self.adapter.shards.values() for n in shard.parameters}
+        alone = {n for n, ranks in self.owned.holders.items() if ranks == (self.rank,)}
+        reject_rows(optimizer, [n for n in embeddings(self.model) if n in shards or n not in alone])
         share_out(optimizer, self.adapter.shards.values(), self.plan.zero)
         return optimizer
 
@@ -342,12 +455,20 @@ class Trainer:
         return Updates(self.optimizer, parts, self.adapter.shards, place)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank has."""
+        """The parameters that this rank has: of its stages and, on ranks of the last stage, of a
+        loss that is an nn.Module.
+
+        They are the model's own, whole. With zero=3 or offloaded weights they have no memory
+        between steps, and tell their shape, type and gradient only: whatever reads their numbers
+        raises (`state_dict` has them). What the optimizer steps is in its `param_groups`: with
+        zero=1 and above the parts of parameters that this rank owns, flat.
+        """
         return [p for _, p in self._named_parameters()]
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         held = self.adapter.held
-        return [(n, p) for n, p in self.model.named_parameters() if n in held]
+        mine = [*self.model.named_parameters(), *self.loss_weights.items()]
+        return [(n, p) for n, p in mine if n in held]
 
     def _stepped(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps: parameters, or the pieces of them that it owns."""
@@ -360,38 +481,78 @@ class Trainer:
 
     def step(self, inputs: Any, targets: Any = None) -> Step:
         """One step on the whole batch, given to every rank; updates when its window is full."""
+        self.refuse_unusable()
         if self.loss is None or self.optimizer is None:
             raise GemsError("this trainer has no loss or no optimizer; it can only predict")
         if self.endless is not None:
             return self.endless.step(inputs, targets)
         start = perf_counter()
-        batch = split(inputs, targets, self.plan.total)
-        update = (self.steps + 1) % self.accumulate == 0
-        if not self.window:
-            self.first = batch.samples
-        # Losses are weighed so that gradients are averaged over all samples of the window; the
-        # first call does not know their number, so the last one mends it.
-        scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
-        self._begin(batch, training=True, scale=scale, update=update)
-        self.factor = self.first / (self.window + batch.samples)  # for eager updates
-        if self.updates is not None:
-            self.updates.made.clear()
-        self._local = self.engine.step(self.steps)
-        self.adapter.settle_alone()
-        self.window += batch.samples
-        self.steps += 1
-        loss, norm, interrupted = self._agree_on_loss(update)
+        before = Rollback.at(self, self.adapter.parameters_here)
+        try:
+            batch = self._begin_step(inputs, targets, before)
+        except BaseException:
+            before.undo(self)
+            raise
+        update = self.adapter.update
+        try:
+            self._local = self.engine.step(self.steps)
+            self.adapter.settle_alone()
+            self.window += batch.samples
+            self.steps += 1
+            loss, norm, interrupted = self._agree_on_loss(update)
+        except BaseException as error:
+            self._break_off(error, before)
+            raise
+        if not math.isfinite(loss):
+            self._forget_gradients()
+            before.undo(self)
+            raise LossError(
+                f"the loss is {loss} in step {self.steps}; no update was made, and all is as "
+                "before the step. Look at the data of this step, lower the learning rate, or clip "
+                "gradients"
+            )
         # Gradients were averaged over the first call's samples, and may be scaled.
         factor = self.first / self.window / (self.scale.value if self.scale else 1.0)
-        updated = update and self._update(factor, norm * factor)
-        if updated:
-            self._step_scheduler(loss)
+        try:
+            updated = update and self._update(factor, norm * factor)
+            if updated:
+                self._step_scheduler(loss)
+        except BaseException as error:  # some weights have made their step, and some have not
+            self.failed = error
+            raise
         if update:
             self.window = 0
         if self.on_disk:
             trim()
         shown = norm * factor if update and self.clip is not None else None
         return Step(loss, batch.samples, perf_counter() - start, updated, shown, interrupted)
+
+    def _begin_step(self, inputs: Any, targets: Any, before: Rollback) -> Batch:
+        """Get ready for a step, and see that all ranks are about to make the same one."""
+        update = (self.steps + 1) % self.accumulate == 0
+
+        def begin(batch: Batch) -> None:
+            if not self.window:
+                self.first = batch.samples
+            # Losses are weighed so that gradients are averaged over all samples of the window; the
+            # first call does not know their number, so the last one mends it.
+            scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
+            self.adapter.begin(batch, self.steps, training=True, scale=scale, update=update)
+            before.hold(self.adapter.touched())
+
+        batch = self._begin("step", inputs, targets, begin)
+        self.factor = self.first / (self.window + batch.samples)  # for eager updates
+        if self.updates is not None:
+            self.updates.made.clear()
+        return batch
+
+    def _break_off(self, error: BaseException, before: Rollback) -> None:
+        """A step failed half-way. One rank alone, with all of its state in place, can go on from
+        before the step; others cannot know how far their peers came."""
+        before.undo(self)
+        alone = self.transport.world == 1 and self.updates is None and not self.adapter.shards
+        if not alone or self.adapter.store_of_stash is not None:
+            self.failed = error
 
     def flush(self) -> Step | None:
         """Finish what `step` left under way with schedule "2bw", and make its update; all ranks
@@ -402,26 +563,46 @@ class Trainer:
         """
         return self.endless.flush() if self.endless is not None else None
 
-    def _begin(
-        self, batch: Batch, *, training: bool, scale: float = 1.0, update: bool = True
-    ) -> None:
-        """All ranks must be about to do the same; otherwise messages would not fit."""
-        what = key(describe(batch.inputs), batch.sizes, self.steps, training, update) >> 20
-        seen = torch.tensor([what, what * what % 1000003], dtype=torch.int64)
-        total = seen.clone()
-        self.transport.add_up(total, tuple(range(self.transport.world))).wait()
-        if not torch.equal(total, seen * self.transport.world):
-            raise ShapeError(
-                f"ranks were given different batches; rank {self.rank} has step {self.steps}, "
-                f"{describe(batch.inputs[0])} first of {batch.samples} samples. Give every rank "
-                "the same global batch"
-            )
+    def _begin(self, call: str, inputs: Any, targets: Any, begin: Callable[[Batch], None]) -> Batch:
+        """Split a batch and get ready for it. All ranks must be about to do the same; otherwise
+        messages would not fit, or mix what does not belong together."""
         try:
-            self.adapter.begin(batch, self.steps, training=training, scale=scale, update=update)
-        except TraceError as error:
-            raise ShapeError(
-                f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
-            ) from error
+            batch = split(inputs, targets, self.plan.total, self.batch_dim)
+            try:
+                begin(batch)
+            except TraceError as error:
+                raise ShapeError(
+                    f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
+                ) from error
+            claim = self.claim(call, batch, (inputs, targets))
+        except Exception as error:
+            agree_on_failure(self.transport, call, error)
+            raise
+        agree(self.transport, claim)
+        return batch
+
+    def claim(self, call: str, batch: Batch, given: Any) -> Claim:
+        """What this rank is about to do, and with what, for the others to compare."""
+        if self.transport.world == 1:
+            return Claim(call)
+        first = describe(batch.inputs[0])
+        thorough = self.steps < THOROUGH or self.steps % EVERY == 0
+        return Claim(
+            call,
+            progress=self._progress(),
+            model=key(self.adapter.modes(), self.adapter.cuts.digest),
+            settings=self._settings(),
+            batch=key(batch.sizes, first, fingerprint.of_batch(given, thorough=thorough)),
+            given=f"step {self.steps}, {first} first of {batch.samples} samples",
+        )
+
+    def _progress(self) -> dict[str, Any]:
+        return {"calls of step": self.steps, "samples accumulated": self.window}
+
+    def _meet(self, call: str, **facts: Any) -> None:
+        """All ranks must make this call."""
+        self.refuse_unusable()
+        agree(self.transport, Claim(call, progress=self._progress(), settings=facts))
 
     def _agree_on_loss(self, update: bool) -> tuple[float, float, bool]:
         """The step's loss, the gradient's norm, whether a rank was told to stop: each rank has a
@@ -430,59 +611,11 @@ class Trainer:
             self._sum_tied()
         wants_norm = update and (self.clip is not None or self.scale is not None)
         mine = self._square_norm() if wants_norm else 0.0
-        outputs, used = self.adapter.output_names(), self.adapter.used
         told = self.interrupt is not None and self.interrupt.wanted
-        parts = torch.tensor(
-            [self.adapter.weighted_loss(), mine, told, *(name in used for name in outputs)],
-            dtype=torch.float64,
-        )
+        parts = torch.tensor([self.adapter.weighted_loss(), mine, told], dtype=torch.float64)
         self.transport.add_up(parts, tuple(range(self.transport.world))).wait()
-        loss, square, tellings, *uses = parts.tolist()
-        used = {name for name, times in zip(outputs, uses, strict=True) if times}
-        self.trained |= self.adapter.trained_by(used)
-        if update:
-            self._forget_untrained()
-        if not math.isfinite(loss):
-            raise LossError(
-                f"the loss is {loss} in step {self.steps - 1}; no update was made. Look at the "
-                "data of this step, lower the learning rate, or clip gradients"
-            )
+        loss, square, tellings = parts.tolist()
         return loss, math.sqrt(square) if square >= 0 else math.nan, tellings > 0
-
-    def _forget_untrained(self) -> None:
-        """What no gradient leads to must end without one: optimizers do not touch it then.
-
-        Between stages a gradient that does not exist travels as zeros, because receivers wait
-        for it, so weights behind it were given zeros.
-        """
-        shared = {n for shard in self.adapter.shards.values() for n in shard.parameters}
-        for name, p in self._named_parameters():
-            if name in shared or p.grad is None or name in self.trained:
-                continue
-            if not p.grad.any():
-                p.grad = None
-        for shard in self.adapter.shards.values():
-            self._forget_untrained_in(shard, self.trained)
-        self.trained.clear()
-
-    def _forget_untrained_in(self, shard: Shard, trained: set[str]) -> None:
-        doubted = [name for name in shard.parameters if name not in trained]
-        if not doubted:
-            return
-        parts = [shard.pieces[n].part if n in shard.pieces else None for n in doubted]
-        if shard.store is not None:
-            seen = [shard.has_gradient(name) for name in doubted]
-        else:
-            grads = [None if part is None else part.grad for part in parts]
-            seen = [g is not None and bool(g.any()) for g in grads]
-        there = torch.tensor(seen, dtype=torch.float32)
-        if shard.level:
-            self.transport.add_up(there, shard.holders).wait()
-        for name, part, one in zip(doubted, parts, there.tolist(), strict=True):
-            if not one:
-                shard.came.discard(name)
-                if part is not None:
-                    part.grad = None
 
     def _sum_tied(self) -> None:
         """Weights that several stages use: their gradients are summed like a replica's."""
@@ -491,10 +624,10 @@ class Trainer:
             p = parameters.get(name)
             if p is None or not p.requires_grad:
                 continue
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            gradient = torch.zeros_like(p) if p.grad is None else dense(p.grad)
             flat = torch.cat((gradient.reshape(-1), gradient.new_tensor([p.grad is not None])))
             self.transport.add_up(flat, self.owned.holders[name]).wait()
-            p.grad = flat[:-1].view_as(p) if flat[-1].item() else None
+            p.grad = restored(flat[:-1], p) if flat[-1].item() else None
 
     def _square_norm(self) -> float:
         """Of the gradients that this rank is the first to have, so that each counts once."""
@@ -504,7 +637,7 @@ class Trainer:
         counted = pieces | {n for n, ranks in self.owned.holders.items() if ranks[0] == self.rank}
         for name, p in self._stepped().items():
             if p.grad is not None and name in counted:
-                total += float(p.grad.detach().double().square().sum())
+                total += square(p.grad)
         squares = [(n, square) for shard in shards for n, square in shard.squares.items()]
         return total + sum(square for name, square in squares if name in counted)
 
@@ -545,14 +678,6 @@ class Trainer:
                     f"the loss of micro-batch {i} is {loss} in step {self.steps}; no update was "
                     "made on this rank. Look at the data of this step, or lower the learning rate"
                 )
-        trained = self.trained | self.adapter.trained_by(self.adapter.used)
-        if (shard := self.adapter.shards.get(stage)) is not None:
-            self._forget_untrained_in(shard, trained)
-        else:
-            names = {id(p): name for name, p in self._named_parameters()}
-            for p in self.updates.parts[stage]:
-                if names[id(p)] not in trained and p.grad is not None and not p.grad.any():
-                    p.grad = None
         return self.updates.begin(stage, self.factor)
 
     def _count_update(self, here: Memory, brought: int) -> None:
@@ -592,18 +717,30 @@ class Trainer:
 
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, for a whole batch, on every rank's host."""
+        self.refuse_unusable()
         self.flush()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
-                batch = split(inputs, None, self.plan.total)
-                self._begin(batch, training=False)
-                self._local = self.reader.step(self.steps)
+                batch = self._begin(
+                    "predict",
+                    inputs,
+                    None,
+                    lambda batch: self.adapter.begin(batch, self.steps, training=False),
+                )
+                self._local = self._read()
                 return collect(self.adapter, self.plan, self.transport, batch)
         finally:
             for module, training in modes:  # one by one: some may be frozen
                 module.training = training
+
+    def _read(self) -> Timeline:
+        try:
+            return self.reader.step(self.steps)
+        except BaseException as error:  # nothing has changed, but the others wait for messages
+            self.failed = None if self.transport.world == 1 else error
+            raise
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -612,8 +749,9 @@ class Trainer:
 
         All ranks must call it.
         """
-        self._refuse_closed()
+        self.refuse_unusable()
         self.flush()
+        self._meet("state_dict")
         with self.adapter.whole_weights():
             return whole_state(
                 self.model,
@@ -624,10 +762,23 @@ class Trainer:
                 self.adapter.copy,
             )
 
+    def loss_state_dict(self) -> dict[str, torch.Tensor]:
+        """The trainable parameters of a loss that is an nn.Module, by their names in it, on every
+        rank, in host memory; checkpoints have them too. All ranks must call it."""
+        self.refuse_unusable()
+        self.flush()
+        self._meet("loss_state_dict")
+        with self.adapter.whole_weights():
+            weights, copy = self.loss_weights, self.adapter.copy
+            return whole_loss_state(weights, self.owned, self.transport, copy)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
-        from a file."""
+        from a file. All ranks must call it, with the same."""
+        self.refuse_unusable()
         self.flush()
+        same = fingerprint.of_batch(dict(state), thorough=False)
+        self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
         with self.adapter.whole_weights(fetched=False):
             held, put = self.owned.on(self.rank), self.adapter.put
             load_state(self.model, state, held, self.first_name, put)
@@ -648,8 +799,9 @@ class Trainer:
             checkpoint,
         )  # loads DCP, for which those who do not save need not wait
 
-        self._refuse_closed()
+        self.refuse_unusable()
         self.flush()
+        self._meet("save")
         with self.adapter.whole_weights():
             return checkpoint.save(self, path, extra, keep)
 
@@ -664,8 +816,9 @@ class Trainer:
         """
         from gems.torch import checkpoint
 
-        self._refuse_closed()
+        self.refuse_unusable()
         self.flush()
+        self._meet("load")
         with self.adapter.whole_weights():
             return checkpoint.load(self, path, strict)
 
@@ -681,14 +834,20 @@ class Trainer:
         together(self.transport, f"writing {path}", written)
         return path
 
-    def _refuse_closed(self) -> None:
-        if self.closed:
-            raise GemsError("this trainer was closed, and has left the other ranks; do this before")
+    def refuse_unusable(self) -> None:
+        """Raise if this trainer failed in a way that it cannot go on from."""
+        if self.failed is not None:
+            raise GemsError(
+                "this trainer has failed in the middle of a step, and its state is not that of any "
+                f"step ({type(self.failed).__name__}: {self.failed}); make a new one, and load the "
+                "last checkpoint"
+            ) from self.failed
 
     def timeline(self) -> Timeline:
         """The last step as all ranks measured it. All ranks must call it."""
         if self._local is None:
             raise GemsError("nothing has run yet; call step first")
+        self._meet("timeline")
         return merged(self.transport.gather(self._local))
 
     @property
@@ -698,9 +857,20 @@ class Trainer:
             return 0
         return max((memory.total for memory in self._local.peaks), default=0)
 
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.transport.fail(error)  # others may be in the middle of something
+        self.close()
+
     def close(self) -> None:
-        """Leave the other ranks. A process group that GEMS started ends."""
-        going = self.endless is not None and not self.endless.engine.failed and not self.closed
+        """Leave the other ranks; those that still need this one raise PeerError. A process group
+        that GEMS started ends with the last trainer on it."""
+        if self.closed:
+            return
+        going = self.endless is not None and self.failed is None
         if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True
@@ -709,3 +879,11 @@ class Trainer:
         for away in self.stores:
             away.close()
         self.transport.close()
+
+
+def _named(thing: Any) -> str:
+    """What a loss, optimizer or scheduler is, in a form that ranks can compare."""
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    if thing is None or isinstance(thing, (torch.optim.Optimizer, LRScheduler)):
+        return name
+    return f"{name} #{fingerprint.of_function(thing):x}"

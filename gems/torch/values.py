@@ -66,7 +66,7 @@ def _encode_mapping(value: Mapping[Any, Any], at: str, tensors: dict[str, Tensor
     return {"$counter" if isinstance(value, Counter) else "$pairs": pairs}
 
 
-def references(spelled: Any) -> Iterator[str]:
+def references(spelled: Any) -> Iterator[Any]:
     """The keys of the tensors that an encoded value needs."""
     if isinstance(spelled, dict):
         for key, x in spelled.items():

@@ -14,6 +14,7 @@ from gems.errors import PlanError, ShapeError, faults
 from gems.graph import Graph
 from gems.plans import Plan
 from gems.schedule.core import Kind, Schedule
+from gems.torch.held import remember_replaced, replace_held
 from gems.torch.random import key
 from gems.torch.trace import Trace
 from gems.transport.core import Transport
@@ -93,12 +94,15 @@ def keep_only(
                     target = device if name in names else torch.device("meta")
                     new = _moved(tensor, target)
                     placed[id(tensor)] = placed[id(new)] = new
+                    if new is not tensor:
+                        remember_replaced(tensor, new)
                     if name in names and tensor.is_meta:
                         fresh.setdefault(path, module)
                         if name in later:
                             left.setdefault(path, {})[name] = (new, new.nbytes)
                             new.untyped_storage().resize_(0)
                 own[label] = placed[id(tensor)]  # type: ignore[assignment]
+    replace_held(model, placed)
     _refuse_unknown(fresh, initialize)
     _initialize({path: m for path, m in fresh.items() if path not in left}, seed, initialize)
     return Unmade({path: (fresh[path], left[path]) for path in left}, seed, initialize)
@@ -272,18 +276,23 @@ def unordered(plan: Plan, schedule: Schedule) -> set[int]:
 
 
 def refuse_unordered(
-    model: nn.Module, traced: Trace, owned: Ownership, unordered: set[int]
+    model: nn.Module,
+    traced: Trace,
+    owned: Ownership,
+    unordered: set[int],
+    free: Collection[str] = (),
 ) -> None:
     """A buffer that forward changes must be changed by one stage, and on one rank in sample order.
 
     Running statistics of normalisation layers may be on several ranks (see norms.py); anything
-    else would depend on who saw which sample first. So do they in a module that was taken whole
+    else would depend on who saw which sample first, unless it is `free`: no sample changes it (see
+    advance.py). So do they in a module that was taken whole
     because it looks at values: nobody knows how often it runs them.
     """
     found = []
     for call in traced.record.calls:
         for name in call.touches:
-            known = name.rpartition(".")[0] in call.norms
+            known = name.rpartition(".")[0] in call.norms or name in free
             several = len(owned.stages[name]) > 1
             if several or (not known and unordered.intersection(owned.stages[name])):
                 found.append(

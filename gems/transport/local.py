@@ -9,6 +9,7 @@ from typing import Any
 
 from gems.errors import GemsError, PeerError
 from gems.transport.core import Done, Handle, Link, own_part
+from gems.transport.encoding import pack, unpack_all
 
 Finish = Callable[[list[Any]], Any]
 
@@ -24,17 +25,28 @@ class World:
         self.taken: dict[Link, int] = defaultdict(int)
         self.meetings: dict[Any, dict[int, Any]] = {}
         self.failed: tuple[int, BaseException] | None = None
+        self.closed: set[int] = set()
 
     def rank(self, rank: int) -> Local:
         return Local(self, rank)
 
-    def wait_for(self, condition: Callable[[], bool], rank: int) -> None:
-        """With `changed` held: wait until it holds, or somebody failed."""
-        self.changed.wait_for(lambda: condition() or self.failed is not None)
-        if not condition():
-            assert self.failed is not None
+    def wait_for(self, missing: Callable[[], set[int]], rank: int) -> None:
+        """With `changed` held: wait until no rank is missing, or one failed or will never come."""
+
+        def settled() -> bool:
+            ranks = missing()
+            return not ranks or self.failed is not None or bool(ranks & self.closed)
+
+        self.changed.wait_for(settled)
+        if not (ranks := missing()):
+            return
+        if self.failed is not None:
             culprit, error = self.failed
             raise PeerError(f"rank {rank} stops because rank {culprit} failed: {error}")
+        raise PeerError(
+            f"rank {rank} stops because rank {min(ranks & self.closed)} has closed its trainer, "
+            "and the others still need it"
+        )
 
 
 class _Arrival:
@@ -51,10 +63,12 @@ class _Arrival:
         shared = self.local.shared
         with shared.changed:
             while not self.done:
-                shared.wait_for(
-                    lambda: len(shared.mail[self.link]) > self._ahead(), self.local.rank
-                )
+                shared.wait_for(self._missing, self.local.rank)
                 self._take()
+
+    def _missing(self) -> set[int]:
+        box = self.local.shared.mail[self.link]
+        return set() if len(box) > self._ahead() else {self.link[0]}
 
     def _ahead(self) -> int:
         """How many earlier messages of the link are still in the box."""
@@ -95,7 +109,7 @@ class _Meeting:
         shared = self.local.shared
         with shared.changed:
             parts = shared.meetings[self.key]
-            shared.wait_for(lambda: all(r in parts for r in self.ranks), self.local.rank)
+            shared.wait_for(lambda: set(self.ranks) - parts.keys(), self.local.rank)
             self.then([parts[rank] for rank in self.ranks])
 
 
@@ -153,16 +167,20 @@ class Local:
         return _Meeting(self, own_part(buffer, self.rank, ranks), ranks, finish)
 
     def broadcast(self, buffer: Any, source: int) -> None:
-        things = self.gather(buffer.clone() if self.rank == source else None)
+        things = self._brought(buffer.clone() if self.rank == source else None)
         buffer.copy_(things[source])
 
     def gather(self, thing: Any) -> list[Any]:
+        """By way of bytes, so that a thread sees what a process would see."""
+        return [thing] if self.world == 1 else unpack_all(self._brought(pack(thing)))
+
+    def _brought(self, thing: Any) -> list[Any]:
         key, self.gathered = ("gather", self.gathered), self.gathered + 1
         with self.shared.changed:
             parts = self.shared.meetings.setdefault(key, {})
             parts[self.rank] = thing
             self.shared.changed.notify_all()
-            self.shared.wait_for(lambda: len(parts) == self.world, self.rank)
+            self.shared.wait_for(lambda: set(range(self.world)) - parts.keys(), self.rank)
             return [parts[rank] for rank in range(self.world)]
 
     def fail(self, error: BaseException) -> None:
@@ -172,7 +190,9 @@ class Local:
             self.shared.changed.notify_all()
 
     def close(self) -> None:
-        return None
+        with self.shared.changed:
+            self.shared.closed.add(self.rank)
+            self.shared.changed.notify_all()
 
 
 def run(size: int, work: Callable[[Local], Any]) -> list[Any]:
@@ -189,7 +209,10 @@ def run(size: int, work: Callable[[Local], Any]) -> list[Any]:
             errors[rank] = error
             local.fail(error)
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
+        for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -56,6 +56,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "another model inside": lambda: {"model": nn.Sequential(Net()).double()},
     "a model that raises": lambda: {"model": no_model()},
     "an optimizer that raises": lambda: {"optimizer": no_optimizer},
+    "stopped before": lambda: {"model": stop_before()},
     "a bad schedule": lambda: {"schedule": parse("0: 0F0 0B0\n1: 1B0 1F0")},
 }
 
@@ -76,8 +77,44 @@ def raise_in_loss(mine: gems.Trainer) -> None:
     mine.adapter.loss = loss
 
 
+def be_slow(mine: gems.Trainer) -> None:
+    """Longer than the timeout: in the loss or, where there is none, between two steps."""
+    plain = mine.adapter.loss
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mine.adapter.loss = plain
+        time.sleep(5)
+        return plain(output, target)  # type: ignore[misc]
+
+    mine.adapter.loss = loss
+    if mine.rank == 0:
+        time.sleep(5)
+
+
 def raise_in_data(mine: gems.Trainer) -> None:
     raise OSError("slide 7 cannot be read")
+
+
+def stop(mine: gems.Trainer) -> None:
+    """SIGSTOP when a gradient comes in: alive, and silent."""
+    for p in mine.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def close(mine: gems.Trainer) -> None:
+    """The process goes on with something else."""
+    mine.close()
+    time.sleep(12)
+    sys.exit("done with something else")
+
+
+def run_out(mine: gems.Trainer) -> None:
+    """As a loader that is shorter on one rank: the script ends well."""
+    sys.exit(0)
+
+
+def stop_before(mine: Any = None) -> Any:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def leave(mine: gems.Trainer) -> None:
@@ -86,6 +123,10 @@ def leave(mine: gems.Trainer) -> None:
 
 BREAK: dict[str, Callable[[gems.Trainer], None]] = {
     "killed": kill,
+    "stopped": stop,
+    "closes": close,
+    "runs out": run_out,
+    "slow": be_slow,
     "loss raises": raise_in_loss,
     "loss raises, and the script goes on": raise_in_loss,
     "data raise": raise_in_data,
@@ -99,7 +140,8 @@ BATCH: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 
 def main() -> None:
-    mine = trainer(PLAN, **OPTIONS[FAULT]() if HERE and FAULT in OPTIONS else {})
+    timeout = {"timeout": 3.0} if "stopped" in FAULT or FAULT == "slow" else {}
+    mine = trainer(PLAN, **timeout, **OPTIONS[FAULT]() if HERE and FAULT in OPTIONS else {})
     for number, (images, labels) in enumerate(loader()):
         if HERE and number == STEP:
             BREAK.get(FAULT, lambda _: None)(mine)

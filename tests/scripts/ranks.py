@@ -5,6 +5,8 @@ Importing torch takes longer than most tests; here it is done once. One request 
 answer per line of stdout, `[[exit code, seconds], ...]`, with null for a rank that had to be killed
 at the limit. What rank r prints is in `logs/r.out` and `logs/r.err`.
 
+Ranks that are stopped (SIGSTOP) are killed once all others have ended.
+
 A request may have `"signals": [[path, seconds, rank, signal], ...]`: so long after this path exists
 (null: after the start), this rank gets the signal.
 
@@ -69,8 +71,16 @@ def ends(ranks: list[int], limit: float, signals: list[list[Any]]) -> list[list[
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 found[pid] = [None, late]
+        left = [pid for pid in ranks if pid not in found]
+        if left and all(map(stopped, left)):
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.001 if signals else 0.02)
     return [found[pid] for pid in ranks]
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def sent(wish: list[Any], ranks: list[int], found: dict[int, list[Any]], late: float) -> bool:

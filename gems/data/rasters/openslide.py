@@ -39,7 +39,12 @@ class Slide:
         self.mpp = _number(properties.get(openslide.PROPERTY_NAME_MPP_X))
         self.power = _number(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
         colour = properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "FFFFFF")
-        self._background = np.frombuffer(bytes.fromhex(colour), np.uint8)
+        try:
+            self._background = np.frombuffer(bytes.fromhex(colour), np.uint8).reshape(3)
+        except ValueError:
+            self._background = np.full(3, WHITE, np.uint8)
+        if not self.levels or any(min(x.shape) < 1 for x in self.levels):
+            raise GemsError(f"{path} has no pixels")
         self._blocks = Blocks()
 
     def read(self, level: int, rows: Span, columns: Span) -> Pixels:

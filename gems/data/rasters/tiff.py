@@ -15,6 +15,8 @@ from gems.data.rasters.core import WHITE, Damaged, Pixels, Span, pyramid
 from gems.errors import GemsError
 
 PLAIN = {1, 5, 7, 8, 32946}  # none, LZW, JPEG, deflate twice: what has one meaning everywhere
+LARGEST = 256 << 20  # bytes of a tile; scanners write some kilobytes
+MOST_PAGES = 1000
 MICRONS = {2: 25_400.0, 3: 10_000.0}  # per unit of resolution: inch, centimetre
 
 
@@ -30,11 +32,15 @@ class Tiff:
         self.path, self._fill = path, fill
         try:
             self._file = tifffile.TiffFile(path)
-        except (tifffile.TiffFileError, OSError, ValueError) as error:
-            raise GemsError(f"{path} is no TIFF: {error}") from error
-        self._pages = _levels(self._file, colours)
-        self.levels = pyramid([(p.imagelength, p.imagewidth) for p in self._pages])
-        self.mpp, self.power = _scale(self._file)
+            self._pages = _levels(self._file, colours)
+            self.levels = pyramid([(p.imagelength, p.imagewidth) for p in self._pages])
+            self.mpp, self.power = _scale(self._file)
+        except GemsError:
+            raise
+        except (
+            Exception
+        ) as error:  # tifffile takes tags as they come: a damaged one raises anything
+            raise GemsError(f"{path} is no TIFF: {type(error).__name__}: {error}") from error
         self._blocks = Blocks()
 
     def read(self, level: int, rows: Span, columns: Span) -> Pixels:
@@ -61,23 +67,31 @@ class Tiff:
         try:
             tables = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader}
             pixels = page.decode(encoded, number, **(tables if page.compression == 7 else {}))[0]
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # of a decoder, one of many
             raise GemsError(f"{self.path}: tile {number} cannot be decoded: {error}") from error
         if pixels is None:
             raise GemsError(f"{self.path}: tile {number} is empty")
+        if pixels.ndim != 4 or pixels.shape[3] != page.samplesperpixel:
+            raise GemsError(f"{self.path}: tile {number} is {pixels.shape}; the file is damaged")
         return pixels[0]
 
 
 def _levels(file: Any, colours: tuple[int, ...]) -> list[Any]:
     """Tiled pages with the proportions of the first: inside of it (OME) or after it."""
     first = file.pages[0]
+    if len(file.pages) > MOST_PAGES:
+        raise GemsError(f"{file.filename} has {len(file.pages)} pages; slides have a few")
     vendor = next(
         (n for n in ("ndpi", "philips", "scn", "bif", "qpi") if getattr(file, f"is_{n}")), None
     )
     if vendor is not None:
         raise GemsError(f"{file.filename} is a TIFF of {vendor}, which OpenSlide knows better")
+    if min(first.imagewidth, first.imagelength) < 1:
+        raise GemsError(f"{file.filename} has {first.imagewidth} x {first.imagelength} pixels")
     ratio, found = first.imagewidth / first.imagelength, [first]
     for page in (*(first.pages or ()), *file.pages[1:]):
+        if min(page.imagewidth, page.imagelength) < 1:
+            continue
         alike = page.is_tiled and abs(page.imagewidth / page.imagelength / ratio - 1) < 0.01
         if alike and page.imagewidth < found[-1].imagewidth:
             found.append(page)
@@ -100,7 +114,16 @@ def _faults(page: Any, colours: tuple[int, ...]) -> list[str]:
     name = f"the page of {page.imagewidth} x {page.imagelength}"
     if not page.is_tiled or page.imagedepth != 1 or page.dtype is None:
         return [f"{name} is not tiled"]
+    if not _is_count(page.tilewidth) or not _is_count(page.tilelength):
+        return [f"{name} has tiles of {page.tilewidth} x {page.tilelength} pixels"]
     found = []
+    across, down = -(-page.imagewidth // page.tilewidth), -(-page.imagelength // page.tilelength)
+    places = len(page.dataoffsets), len(page.databytecounts)
+    if places != (across * down,) * 2:
+        found.append(f"{name} has {across * down} tiles, and places of {places[0]}")
+    held = page.tilewidth * page.tilelength * page.samplesperpixel * page.dtype.itemsize
+    if held > LARGEST:  # a few bytes can be the code of as many zeros as one likes
+        found.append(f"{name} has tiles of {held} bytes, more than {LARGEST}")
     if page.samplesperpixel not in colours or (page.samplesperpixel > 1 and page.planarconfig != 1):
         found.append(f"{name} has {page.samplesperpixel} channels, or planes of them")
     if page.dtype.kind != "u" or (max(colours) > 1 and page.dtype.itemsize != 1):
@@ -112,6 +135,10 @@ def _faults(page: Any, colours: tuple[int, ...]) -> list[str]:
     if min(page.databytecounts, default=0) == 0:
         found.append(f"{name} lacks tiles")
     return found
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and 1 <= x < 2**31
 
 
 def _decodes(compression: int) -> bool:

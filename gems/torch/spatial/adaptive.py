@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -43,6 +43,18 @@ def adaptive_average(ask: Ask) -> Rule:
         return fetched(ask, x, layout.dims)
     if 1 in layout.dims or len(shape) < 3:
         raise NoCut("takes an input without samples or channels")
+    return averaged(ask, x, lambda work: lambda site: site.named(_adaptive, work, "output_size"))
+
+
+Work = Callable[[dict[str, Any]], Tensor]
+
+
+def averaged(ask: Ask, x: Any, called: Callable[[Work], Callable[[Site], Run]]) -> Rule:
+    """The means of windows that cover the image, as many as the result has cells; `called` makes
+    what to call of a function of the arguments by name."""
+    layout, shape = ask.primary(x), ask.shape(ask.out)
+    if 0 in layout.dims:
+        return fetched(ask, x, layout.dims)
     count = len(shape) - 2
 
     def bind(site: Site) -> Run:
@@ -63,7 +75,7 @@ def adaptive_average(ask: Ask) -> Rule:
                 t = ADAPTIVE[count](t, kept)
             return Total.apply(t, site.team)  # type: ignore[no-any-return]
 
-        return site.named(_adaptive, work, "output_size")
+        return called(work)(site)
 
     return together(ask, bind, adds=True)
 

@@ -51,6 +51,7 @@ def cross_entropy(ask: Ask) -> Rule:
     def bind(site: Site) -> Run:
         fetch, fetch_target = site.fetch(x, None), site.fetch(target, None)
         empty = site.own(x.name).empty
+        kind = getattr(torch, ask.values[ask.out].dtype)
 
         def work(a: dict[str, Any]) -> Tensor:
             t, y, weight = fetch(a["input"]), fetch_target(a["target"]), a["weight"]
@@ -62,17 +63,19 @@ def cross_entropy(ask: Ask) -> Rule:
             else:
                 smooth = a.get("label_smoothing", 0.0)
                 part = F.cross_entropy(t, y, **options, label_smoothing=smooth)
-            found = Total.apply(part, site.team)
+            # A rank without cells has not been through autocast: all must send the same type.
+            found = Total.apply(part.to(kind), site.team)
             if a["reduction"] == "sum":
                 return found
             if soft:
                 return found / (layout.shape[0] * prod(layout.shape[2:]))
             counted = y != a["ignore_index"]
             if weight is None:
-                heavy = counted.sum().to(t.dtype)
+                heavy = counted.sum()
             else:
                 heavy = torch.where(counted, weight[torch.where(counted, y, 0)], 0.0).sum()
-            return found / site.team.total(heavy.detach())
+            # Counted exactly: bfloat16 knows no 257.
+            return found / site.team.total(heavy.detach().to(torch.float64))
 
         return site.named(_cross_entropy, work, *CROSS_ENTROPY)
 

@@ -7,6 +7,7 @@ like the output that they are compared with.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +26,26 @@ from gems.torch.record import REMEDY, record
 from gems.torch.spatial.stage import Bound, Laid, Uncuttable, bind, lay_out
 from gems.torch.spatial.team import Team
 
+log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Any]
 LAST = "Let the last stage be one that is not cut"
+PENALTY = "For a penalty on weights use the optimizer's weight_decay, or Trainer(regularizer=...)."
 PICKED = "If it picks cells by a mask, write x[mask].mean() as (x * mask).sum() / mask.sum()."
+
+
+class _Called(nn.Module):
+    """A loss function as a module: if it cannot be recorded, it is one leaf and runs whole."""
+
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self.function = function
+
+    def __deepcopy__(self, memo: Any) -> _Called:
+        return _Called(self.function)
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self.function(output, target)
 
 
 class _Compared(nn.Module):
@@ -36,7 +53,7 @@ class _Compared(nn.Module):
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.loss = loss
+        self.loss = loss if isinstance(loss, nn.Module) else _Called(loss)
 
     def forward(self, output: Any, target: Any) -> Any:
         return self.loss(output, target)
@@ -52,6 +69,12 @@ class CutLoss:
     targets: list[str]  # the values of the record that are the target's tensors
     print: tuple[Any, ...]
     bound: dict[tuple[int, ...], tuple[Program, Bound]] = field(default_factory=dict)
+
+    def opaque(self, loss: Loss) -> bool:
+        """Whether this is the same loss, and nothing of it could be recorded."""
+        mine: Any = self.module.loss
+        same = mine is loss or (isinstance(mine, _Called) and mine.function is loss)
+        return same and "loss" in self.record.leaves
 
     def on(self, team: Team, draws: Draws) -> tuple[Program, Bound]:
         """The loss on this rank of a team."""
@@ -87,13 +110,18 @@ def prepare(
     notice. So it is recorded in every step, which takes milliseconds, and compared.
     """
     key = signature(target)
+    if key in known and known[key].opaque(loss):  # which is called as it is, whatever it does
+        return known[key]
     module = _Compared(loss)
     args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_place), stand_ins(target))
     try:
         traced = record(module, args, device=model.device)
     except TraceError as error:
         said = str(error).removeprefix(f"{_Compared.__name__}.forward ").removesuffix(REMEDY)
-        raise PlanError(f"the model's output is cut, but the loss {said}{PICKED} {LAST}") from error
+        advice = PENALTY if "wants a gradient" in said else PICKED
+        raise PlanError(
+            f"the model's output is cut, but the loss {said.rstrip('. ')}. {advice} {LAST}"
+        ) from error
     print = _print(traced)
     if key not in known or known[key].print != print:
         known[key] = _laid(module, traced, model, last, draws, print)
@@ -144,6 +172,8 @@ def _laid(
             f"the model's output is cut, but in the loss {error}; an exact cut of it does not "
             f"exist or is not known. {PICKED + ' ' if traced.leaves else ''}{LAST}"
         ) from error
+    for line in laid.gathered():
+        log.info("in the loss, %s: every rank gathers its inputs and runs all of it", line)
     if len(traced.outputs) != 1 or traced.outputs[0] in laid.layouts:
         shapes = [traced.values[name].shape for name in traced.outputs]
         raise PlanError(f"the loss of a cut output must give one number; it gives {shapes}")

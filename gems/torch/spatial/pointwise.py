@@ -12,7 +12,7 @@ from gems.geometry import Box
 from gems.layout import Layout, even
 from gems.torch.calls import Attr, Ref
 from gems.torch.spatial.norms import local
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
 from gems.torch.spatial.shapes import fetched
 from gems.windows import Same, Span, Window
 
@@ -118,17 +118,31 @@ rule(("fill", "zero", "copy"))(pointwise)  # in place
         "half",
         "bfloat16",
         "type",
+        "type_as",
     ),
     (nn.Identity,),
 )
 def as_it_is(ask: Ask) -> Rule:
-    return fetched(ask, ask.call.args[0], ask.primary(ask.call.args[0]).dims)
+    """Another tensor may be there to say the type: of that one nothing is read."""
+    x = ask.call.args[0]
+    layout = ask.layout(x)
+    if layout is None:
+        return Rule({}, {}, lambda site: site.original)
+
+    def bind(site: Site) -> Run:
+        fetch = site.fetch(x, None)
+        return site.mapped(site.original, lambda place: fetch if place == x else lambda t: t)
+
+    windows = same(layout)
+    return Rule(
+        {ask.out: layout.follow(layout.shape, layout.dims, windows)}, {x.name: windows}, bind
+    )
 
 
 @rule(
     (
         "softmax", "log_softmax", "softmin", "cumsum", "normalize", "glu", "argmax", "argmin",
-        "norm", "logsumexp", "prod", "any", "all",
+        "logsumexp", "prod", "any", "all",
     ),
     (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.GLU),
 )  # fmt: skip

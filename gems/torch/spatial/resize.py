@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.layout import Layout
+from gems.torch.spatial.adaptive import averaged
 from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
 from gems.windows import Taps
 
@@ -66,6 +67,8 @@ def interpolate(ask: Ask) -> Rule:
     a: dict[str, Any] = {"antialias": False} | ask.named(_interpolate, UPSAMPLE)
     x, before, shape = a["input"], ask.whole(a["input"]), ask.shape(ask.out)
     mode, corners = a["mode"], bool(a["align_corners"])
+    if mode == "area" and ask.cut:
+        return averaged(ask, x, lambda work: lambda site: site.named(_interpolate, work, *UPSAMPLE))
     if a["antialias"] or mode not in (*LINEAR, *NEAREST, "bicubic"):
         raise NoCut(f"interpolates by mode {mode!r}{' with antialias' * bool(a['antialias'])}")
     scales = _scales(a, len(shape) - 2)

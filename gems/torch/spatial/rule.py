@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from gems.geometry import Box
@@ -24,6 +25,7 @@ from gems.torch.calls import Attr, Call, Ref, is_place
 from gems.torch.defer import Entry
 from gems.torch.random import Draws
 from gems.torch.record import name_of
+from gems.torch.spatial.reparametrized import plain_type, prepare, prepared, shown
 from gems.torch.spatial.stash import Slabs
 from gems.torch.spatial.team import Exchange, Fetch, Framed, Team
 from gems.windows import Same, Window
@@ -54,6 +56,8 @@ class Rule:
     circular: bool = False  # what leaves the image at one end is read at the other
     sums: int = 0
     adds: bool = False  # the results are nothing but sums of what each rank makes of its own cells
+    whole: str | None = None  # why every rank gathers the inputs and runs all of the call
+    back: tuple[tuple[str, str], ...] = ()  # cut values changed in place: before, and after
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Ask:
     weights: Mapping[str, Weight]
     makers: Mapping[str, Call]  # of every value
     draws: Draws
+    apart: bool = False  # its result must not share memory with what it reads, as views might
     by_name: str | None = field(default=None, init=False)  # an input that was given by name only
 
     def __post_init__(self) -> None:
@@ -95,7 +100,7 @@ class Ask:
     def make(self) -> Make | None:
         """The rule in the table, if there is one."""
         if self.module is not None:
-            return MODULES.get(type(self.module))
+            return MODULES.get(plain_type(self.module))
         return FUNCTIONS.get(self.name)
 
     @cached_property
@@ -128,7 +133,7 @@ class Ask:
 
     def named(self, stub: Run, attributes: Sequence[str] = ()) -> dict[str, Any]:
         """The recorded arguments by name: of a function, or of a module's input and settings."""
-        return _named(stub, self.module, attributes, self.call.args, self.call.kwargs)
+        return _named(stub, self.module, attributes, self.call.args, self.call.kwargs, shown)
 
     def whole(self, place: Ref | Attr | Tensor) -> tuple[int, ...]:
         """The shape of all of an operand."""
@@ -151,10 +156,15 @@ class Ask:
 
 
 def _named(
-    stub: Run, module: nn.Module | None, attributes: Sequence[str], args: Any, kwargs: Any
+    stub: Run,
+    module: nn.Module | None,
+    attributes: Sequence[str],
+    args: Any,
+    kwargs: Any,
+    get: Callable[[nn.Module, str], Any] = getattr,
 ) -> dict[str, Any]:
     if module is not None:
-        found = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
+        found = {name: get(module, name) for name in attributes if _knows(module, name)}
         inputs = (name for name in _signature(stub).parameters if name not in found)
         return found | dict(zip(inputs, args, strict=False)) | kwargs
     try:
@@ -166,6 +176,11 @@ def _named(
 
 
 _signature = cache(inspect.signature)
+
+
+def _knows(module: nn.Module, name: str) -> bool:
+    """Whether a module has a setting, found without computing it."""
+    return is_parametrized(module, name) or hasattr(module, name)
 
 
 @dataclass
@@ -260,8 +275,11 @@ class Site:
     def named(self, stub: Run, work: Callable[[dict[str, Any]], Any], *attributes: str) -> Run:
         """What to call: `work` on the arguments by name, with the module's settings as they are."""
         module = self.ask.module
+        computes = module is not None and prepared(module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if computes and module is not None:
+                prepare(module)
             return work(_named(stub, module, attributes, args, kwargs))
 
         return run

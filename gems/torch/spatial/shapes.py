@@ -229,6 +229,47 @@ def _shuffled_dims(layout: Layout) -> range:
     return range(rank - 2, rank)
 
 
+@rule(("channel_shuffle", "native_channel_shuffle"), (nn.ChannelShuffle,))
+def channel_shuffle(ask: Ask) -> Rule:
+    x = ask.call.args[0]
+    layout = ask.primary(x)
+    if 1 in layout.dims:
+        raise NoCut("moves channels, which are cut")
+    return fetched(ask, x, layout.dims)
+
+
+def _roll(input: Any, shifts: Any, dims: Any = None) -> None: ...
+
+
+@rule(("roll",))
+def roll(ask: Ask) -> Rule:
+    """Cells move round the image: along cut dims by an exchange, along the others here."""
+    a = ask.named(_roll)
+    x, layout = a["input"], ask.primary(a["input"])
+    rank = len(layout.shape)
+    if a["dims"] is None or a["dims"] == ():
+        raise NoCut("moves cells through all dims as if they were one")
+    shifts = (a["shifts"],) if isinstance(a["shifts"], int) else tuple(a["shifts"])
+    dims = (a["dims"],) if isinstance(a["dims"], int) else tuple(a["dims"])
+    far = [0] * rank
+    for shift, dim in zip(shifts, dims, strict=True):
+        far[dim % rank] += shift
+    windows = tuple(Slide(padding=far[d] % max(layout.shape[d], 1)) for d in layout.dims)
+    here = [d for d in range(rank) if far[d] and d not in layout.dims]
+
+    def bind(site: Site) -> Run:
+        fetch = bordered(site, x, "circular")
+
+        def run(t: Tensor, *_: Any, **__: Any) -> Tensor:
+            t = fetch(t)
+            return torch.roll(t, [far[d] for d in here], here) if here else t
+
+        return run
+
+    out = layout.follow(layout.shape, layout.dims, same(layout))
+    return Rule({ask.out: out}, {x.name: windows}, bind, circular=True)
+
+
 @rule(("pixel_shuffle",), (nn.PixelShuffle,))
 def pixel_shuffle(ask: Ask) -> Rule:
     a = ask.named(_shuffle, ("upscale_factor",))

@@ -10,7 +10,7 @@ run of layers fetches once, wide enough for the last of them, and computes the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from gems.geometry import Box, moves
 from gems.layout import Layout, Spans, around, clipped, hulls, read
 from gems.torch.calls import Call, Record
-from gems.torch.defer import hooked
+from gems.torch.meter import storage_of
 from gems.torch.random import Draws
 from gems.torch.spatial import (  # noqa: F401
     adaptive,
@@ -33,9 +33,11 @@ from gems.torch.spatial import (  # noqa: F401
     resize,
     shapes,
     sums,
+    whole,
     windowed,
 )
 from gems.torch.spatial.pointwise import Broadcast
+from gems.torch.spatial.reparametrized import observed, watched_names
 from gems.torch.spatial.rule import (
     OWN,
     SPREADS,
@@ -80,6 +82,20 @@ class Laid:
             found.append(1.0 if out is None else _times(self.layouts[out]))
         return found
 
+    def gathered(self) -> list[str]:
+        """The calls without a layer rule, which run whole on every rank, each with the reason."""
+        return [
+            f"{call.name} ({ask.name}) {rule.whole}"
+            for call, ask, rule in zip(self.calls, self.asks, self.rules, strict=True)
+            if rule is not None and rule.whole
+        ]
+
+    def gathered_bytes(self) -> int:
+        """Of the whole inputs of these calls, which every rank has while they run, and may keep."""
+        pairs = zip(self.asks, self.rules, strict=True)
+        names = [(ask, n) for ask, rule in pairs if rule and rule.whole for n in rule.windows]
+        return sum(ask.values[name].bytes for ask, name in names)
+
     def fetches(self) -> list[Fetches]:
         """The exchanges of one forward: what every rank has, and what it wants, in pieces."""
         return [fetch for at in range(len(self.rules)) for fetch in self.fetches_of(at).values()]
@@ -116,17 +132,23 @@ def lay_out(
     fused: int = 1,
     given: Mapping[str, Layout] | None = None,
     wanted: Iterable[str] | None = None,
+    gathers: bool = True,
 ) -> Laid:
     """How `calls` run when the values that enter are cut like this.
 
     What enters is delivered with all that is read of it; what is `given` is as it is. `fused` is
     how many layers in a row fetch together: 1 is d1, more is d2. If only some values are `wanted`,
-    of the others nobody has more than these need, not even his own cells.
+    of the others nobody has more than these need, not even his own cells. A call without a layer
+    rule `gathers` its inputs and runs whole on every rank, or raises `Uncuttable`.
     """
     cut, laid = {**entering, **(given or {})}, None
-    with suppress(Uncuttable):  # perhaps a call takes a tensor whole that need not have been cut
-        laid = _cut(record, model, calls, cut, draws, spread=True)
-    laid = laid or _cut(record, model, calls, cut, draws, spread=False)
+    # Perhaps a call takes a tensor whole that need not have been cut; gathering comes last.
+    ways = [(True, False), (False, False), *([(True, True)] if gathers else [])]
+    for at, (spread, gather) in enumerate(ways):
+        with suppress(Uncuttable) if at < len(ways) - 1 else nullcontext():
+            laid = _cut(record, model, calls, cut, draws, spread=spread, gathers=gather)
+            break
+    assert laid is not None
     _widen(laid, set(entering), set(given or ()), fused, wanted)
     return laid
 
@@ -145,48 +167,69 @@ def _cut(
     draws: Draws,
     *,
     spread: bool,
+    gathers: bool,
 ) -> Laid:
     """With `spread`, a whole tensor that is made as large as a cut image is cut like it."""
     layouts = dict(entering)
+    lent: set[str] = set()  # whole values that are made of gathered ones
     laid = Laid(list(calls), [], [], layouts)
     weights = {**record.parameters, **record.buffers}
     makers = {name: call for call in record.calls for name in call.writes}
-    inplace: dict[str, str] = {}  # a value made by a change in place -> the value before
+    watched, changed = watched_names(model), {n for c in record.calls for n in c.overwrites}
     for call in calls:
-        ask = Ask(call, model, record.values, layouts, weights, makers, draws)
+        apart = _must_copy(call, record, changed)
+        ask = Ask(call, model, record.values, layouts, weights, makers, draws, apart)
         try:
+            _unwatched(call, watched)
             if ask.cut:
-                _in_place(call, inplace)
-                rule = _rule(ask)
+                _in_place(call)
+                rule = _gathering(ask) if gathers else _rule(ask)
             else:
                 _not_seen(call, layouts)
                 rule = _spread(ask) if spread else None
+                if rule is None and whole.is_opaque(ask) and layouts:
+                    rule = whole.alone(ask)
+                if rule is None and lent.intersection(call.reads):
+                    rule = whole.recut(ask)
         except NoCut as why:
             raise Uncuttable(call, ask.name, str(why)) from why
         layouts.update(rule.outs if rule else {})
-        for old, new in call.mutates:
-            for made in (new,) if new else call.writes:
-                inplace[made] = old
+        if (rule is not None and rule.whole) or lent.intersection(call.reads):
+            lent.update(name for name in call.writes if name not in layouts)
         laid.asks.append(ask)
         laid.rules.append(rule)
     return laid
 
 
-def _in_place(call: Call, chain: Mapping[str, str]) -> None:
-    """A change in place reaches all that see the memory; here only the value itself may."""
-    for old, _ in call.mutates:
-        known = {old}
-        while old in chain:
-            old = chain[old]
-            known.add(old)
-        if set(call.overwrites) - known - set(call.writes):
-            raise NoCut("changes in place what is also seen as another tensor")
+def _must_copy(call: Call, record: Record, changed: set[str]) -> bool:
+    """Whether a result was recorded as a copy, and it or its original is changed in place later.
+    Strides of a tile may let `reshape` or `contiguous` give a view where the whole had to copy."""
+    if not changed.intersection((*call.reads, *call.writes)) or call.mutates:
+        return False
+    read = {record.storages.get(name) for name in call.reads}
+    return bool(call.outs) and not any(record.storages.get(n) in read for _, n in call.outs)
+
+
+def _unwatched(call: Call, watched: set[str]) -> None:
+    """A rank of a spatial group has a part of each weight gradient, which a hook takes for all."""
+    if names := sorted(watched.intersection(call.attrs)):
+        raise whole.Shared(
+            f"has a hook on the gradient of {names[0]}, of which each rank has a part; remove the "
+            "hook, or change the gradient in a torch.autograd.Function around the layer"
+        )
+
+
+def _in_place(call: Call) -> None:
+    """A change in place reaches all that see the memory; here only the value itself may. What sees
+    it and is not read any more has no version after the change."""
+    if len({old for old, _ in call.mutates}) > 1:
+        raise whole.Shared("changes in place what is also seen as another tensor")
 
 
 def _not_seen(call: Call, layouts: Mapping[str, Layout]) -> None:
     """What is whole may be changed in place if nobody has a part of its memory."""
     if any(name in layouts for name in call.overwrites):
-        raise NoCut("changes in place what is also seen as a cut tensor")
+        raise whole.Shared("changes in place what is also seen as a cut tensor")
 
 
 def _spread(ask: Ask) -> Rule | None:
@@ -199,19 +242,29 @@ def _spread(ask: Ask) -> Rule | None:
         return None
 
 
+def _gathering(ask: Ask) -> Rule:
+    """The layer rule, or if there is none, the call on gathered inputs."""
+    try:
+        return _rule(ask)
+    except whole.Shared:
+        raise
+    except NoCut as why:
+        return whole.gathered(ask, str(why))
+
+
 def _rule(ask: Ask) -> Rule:
     make = ask.make
     owner = getattr(ask.call.function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         raise NoCut("is an autograd function; what its backward looks at is not known")
+    if ask.module is not None and observed(ask.module):
+        raise NoCut("carries hooks, which expect to see the whole tensor")
     if make is None:
         if not ask.call.pointwise:
             raise NoCut("is not a layer that is known to have an exact cut")
         if ask.call.random:
             raise NoCut("draws random numbers for a part of a tensor")
         return pointwise.pointwise(ask)
-    if ask.module is not None and hooked(ask.module) and not ask.call.pointwise:
-        raise NoCut("carries hooks, which expect to see the whole tensor")
     return make(ask)
 
 
@@ -241,6 +294,8 @@ def _widen(
             # Whoever sends what enters the stage, or makes it in this run, gives all that is read.
             if name in entering or made_in.get(name) == segments[at]:
                 have[name] = hulls(have[name], clipped(want, layout))
+    for rule in laid.rules:  # a change in place leaves the memory as large as it was
+        have.update({new: have[old] for old, new in (rule.back if rule else ())})
     for name, layout in laid.layouts.items():
         laid.layouts[name] = replace(layout, have=have[name])
     laid.wants = wants
@@ -297,7 +352,7 @@ def lay_out_alone(
 ) -> Laid:
     """How `calls` run if every part is computed from what enters, and nobody is asked for more."""
     fused = len(calls) + 1
-    laid = lay_out(record, model, calls, entering, draws, fused=fused, wanted=wanted)
+    laid = lay_out(record, model, calls, entering, draws, fused=fused, wanted=wanted, gathers=False)
     read = {name for call in calls for name in call.reads}
     for call, ask, rule in zip(calls, laid.asks, laid.rules, strict=True):
         if ends(call, rule) and not read.intersection(call.writes):
@@ -372,9 +427,15 @@ def _guarded(run: Run, site: Site, memory: Notes) -> Run:
             return found
         if shape is not None and found.shape != shape:
             found = found.new_zeros(shape) + 0 * found.sum()
+        if site.ask.apart and any(_overlap(found, x) for x in (*args, *kwargs.values())):
+            found = found.clone()
         return found if found.dtype == dtypes[0] else found.to(dtypes[0])
 
     return wrapped
+
+
+def _overlap(a: torch.Tensor, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and storage_of(a) == storage_of(b)
 
 
 def spatial_dims(rank: int, grid: Sequence[int]) -> tuple[int, ...] | None:

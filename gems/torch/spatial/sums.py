@@ -160,6 +160,45 @@ def _root(x: Tensor) -> Tensor:
     return torch.where(none, 0.0, torch.where(none, 1.0, x).sqrt())
 
 
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def _norm(
+    input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
+    dtype: Any = None,
+) -> None: ...  # fmt: skip
+
+
+def _vector_norm(
+    input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None,
+    out: Any = None,
+) -> None: ...  # fmt: skip
+
+
+@rule(("norm",))
+def norm(ask: Ask) -> Rule:
+    """`torch.norm` and `Tensor.norm`, as in the global response norm of ConvNeXt V2."""
+    a = ask.named(_norm)
+    order = 2 if a["p"] is None or a["p"] == "fro" else a["p"]
+    return _p_norm(ask, _norm, a, order)
+
+
+@rule(("linalg_vector_norm", "vector_norm"))
+def vector_norm(ask: Ask) -> Rule:
+    a = ask.named(_vector_norm)
+    return _p_norm(ask, _vector_norm, a, a["ord"])
+
+
+def _p_norm(ask: Ask, stub: Run, a: dict[str, Any], order: Any) -> Rule:
+    if order not in (1, 2) or a["out"] is not None or a["dtype"] is not None:
+        raise NoCut(f"takes a norm of order {order!r} along cut dims")
+
+    def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Tensor:
+        return left.sum(t.abs()) if order == 1 else _root(left.sum(t * t))
+
+    return along(ask, stub, a, a["dim"], work)
+
+
 # --- maxima ---------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.layout import Layout
-from gems.torch.calls import Ref
 from gems.torch.spatial.border import Bent, bordered
 from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
 from gems.torch.spatial.tile import Kernel, apart
@@ -131,9 +130,7 @@ def convolution(ask: Ask) -> Rule:
 def _weight_shape(ask: Ask, weight: Any) -> tuple[int, ...]:
     if ask.module is not None:
         return tuple(weight.shape)
-    if isinstance(weight, Ref):
-        return ask.shape(weight)
-    return ask.weights[weight.name].shape
+    return ask.whole(weight)
 
 
 def _paddings(

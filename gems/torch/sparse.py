@@ -1,0 +1,48 @@
+"""Gradients by row, of `nn.Embedding(sparse=True)`: dense where ranks sum or offload them.
+
+On a rank that has a weight by itself the gradient stays sparse, as in the plain model. Where it is
+summed over ranks, sharded or offloaded it becomes dense: memory of a known size. SGD and Adagrad
+come to the same numbers with either; an optimizer that wants rows is rejected before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gems.errors import PlanError
+
+Tensor = torch.Tensor
+
+
+def dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def square(gradient: Tensor) -> float:
+    """The square of a gradient's norm, of complex numbers as well."""
+    found = dense(gradient.detach())
+    if found.is_complex():
+        found = torch.view_as_real(found)
+    return float(found.double().square().sum())
+
+
+def reject_rows(optimizer: Optimizer, summed: Collection[str]) -> None:
+    """`summed` are parameters of this rank whose gradients will be dense."""
+    if isinstance(optimizer, torch.optim.SparseAdam) and summed:
+        some = ", ".join(list(summed)[:3])
+        raise PlanError(
+            "SparseAdam wants sparse gradients, and those that are summed over ranks, sharded or "
+            f"offloaded are dense: {some}. Use torch.optim.Adam and nn.Embedding(sparse=False), or "
+            "a plan in which each stage is on one rank, without offload"
+        )
+
+
+def embeddings(model: nn.Module) -> list[str]:
+    """The weights that have sparse gradients, by name."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+    return [f"{path}.weight" if path else "weight" for path, _ in found]

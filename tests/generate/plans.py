@@ -1,0 +1,101 @@
+"""Generated plans: a schedule, and options added one by one as long as the plan stays valid."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from gems.errors import PlanError, ScheduleError
+from gems.offload import WHAT, WHERE
+from gems.plans import SCHEDULES, Plan
+from gems.schedule.build import lowered
+from gems.schedule.core import Kind
+
+Options = dict[str, Any]
+SAMPLES = 8  # micro-batches of a step, at most
+GRIDS = {
+    1: ((2,), (3,)),
+    2: ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1)),
+    3: ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 2, 2)),
+}
+
+
+def draw_plan(
+    r: Random, layers: int, dims: int, *, tiles: bool, ranks: int, micro_batches: int = 0
+) -> Options:
+    """What `Plan` is called with. `layers` are the model's; `dims` of its image, 0 if it has none.
+    `micro_batches` fixes their number over all copies."""
+    while True:
+        options = _base(r, layers, micro_batches)
+        if dims and tiles:
+            stream = r.random() < 0.2
+            grids = [r.choice(GRIDS[dims]) for _ in range(1 if r.random() < 0.7 else 2)]
+            stages = options["stages"]
+            if isinstance(stages, int):
+                options["stream" if stream else "spatial"] = tuple(grids[:stages])
+        if not _valid(options, ranks):
+            continue
+        for added in _extras(r, layers, options, tiles):
+            if _valid(both := options | added, ranks):
+                options = both
+        return options
+
+
+def _base(r: Random, layers: int, micro_batches: int) -> Options:
+    stages = r.randint(1, min(4, layers + 1))
+    data = r.choice((1, 1, 1, 2, 2, 3))
+    if micro_batches:
+        data = r.choice([n for n in (1, 1, 2, 3) if micro_batches % n == 0])
+    return {
+        "stages": stages,
+        "micro_batches": micro_batches // data or r.choice((1, 2, 2, 3, 4)),
+        "schedule": r.choice(SCHEDULES),
+        "data": data,
+    }
+
+
+def _extras(r: Random, layers: int, options: Options, tiles: bool) -> list[Options]:
+    """Options that may be added, in a random order, each with its own chance."""
+    stages = options["stages"]
+    names = [f"layers.{i}" for i in range(layers)]
+    some = tuple(r.sample(names, min(len(names), 2)))
+    keeps: list[Any] = ["inputs", "except-last", (), some]
+    each = tuple(r.choice(["all", *keeps]) for _ in range(stages))
+    what = r.sample(WHAT, r.randint(1, len(WHAT)))
+    where = r.choice(WHERE)
+    place = tuple(r.randrange(stages) for _ in range(stages))
+    found: list[tuple[float, Options]] = [
+        (0.25, {"ranks": r.randint(1, stages)}),
+        (0.15, {"placement": "fold"}),
+        (0.15, {"placement": place}),
+        (0.4, {"bidirectional": True}),
+        (0.3, {"stashes": r.randint(1, 3)}),
+        (0.4 if tiles else 0.02, {"local_dp": r.choice((2, 2, 3))}),
+        (0.3, {"halo": "d2", "fused_layers": r.choice((0, 0, 2, 3))}),
+        (0.3, {"sums": "late"}),
+        (0.2, {"keep": r.choice(keeps)}),
+        (0.15, {"keep": each}),
+        (0.35, {"zero": r.randint(1, 3)}),
+        (0.3, {"offload": tuple(f"{w}:{where}" for w in what)}),
+        (0.25, {"updates": "eager"}),
+        (0.3, {"share_inputs": True}),
+        (0.15, {"balance": "memory"}),
+    ]
+    if options["schedule"] in ("gems", "gems-zb") and not options["micro_batches"] % 2:
+        found.append((0.3, {"replications": options["micro_batches"] // 2}))
+    kept = [added for chance, added in found if r.random() < chance]
+    r.shuffle(kept)
+    return kept
+
+
+def _valid(options: Options, ranks: int) -> bool:
+    try:
+        plan = Plan(**options)
+        if plan.world > ranks or plan.total > SAMPLES:
+            return False
+        order = lowered(plan)
+    except (PlanError, ScheduleError):
+        return False
+    if plan.put_away("stash") and not any(a.kind is Kind.STORE for _, a in order):
+        return False  # nothing waits long enough
+    return not (plan.zero and all(len(holders) == 1 for holders in plan.holders))

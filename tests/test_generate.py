@@ -1,0 +1,57 @@
+"""500 generated cases of tests/generate: exact, or rejected with a remedy. More by command."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from gems.plans import SCHEDULES, Plan
+from tests.exact import assert_equal, batches, plainly, planned
+from tests.generate.cases import draw, shown
+from tests.generate.known import known
+from tests.generate.run import judge
+
+CASES = int(os.environ.get("GEMS_GENERATE", "500"))
+
+
+@pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
+def test_a_generated_case_is_exact_or_rejected_with_a_remedy(number: int) -> None:
+    case = draw(number)
+    verdict = judge(case)
+    if verdict.failed and (entries := known(case)):
+        pytest.xfail(f"{entries[0].name}: {entries[0].reason}")
+    assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}\n{shown(case)}"
+
+
+def test_the_cases_have_all_there_is() -> None:
+    """What is never drawn is never tested."""
+    cases = [draw(number) for number in range(CASES)]
+    seen = Counter(feature for case in cases for feature in case.features())
+    assert {f"plan schedule={name}" for name in SCHEDULES} <= set(seen)
+    for name in ("spatial", "stream", "zero", "offload", "local_dp", "keep", "halo", "updates"):
+        assert any(name in case.plan for case in cases), name
+
+
+class Unseen(nn.Module):
+    """A view that no gradient goes through, used by both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        with torch.no_grad():
+            seen = x[:, :2]
+        return self.b(x) + seen.sum(1, keepdim=True)
+
+
+def test_a_view_made_under_no_grad_may_cross_stages() -> None:
+    torch.manual_seed(0)
+    model, data = Unseen().double(), batches((4, 4), 3, 2, torch.float64)
+    plan = Plan(stages=(("a",), ("b",)), micro_batches=2, schedule="gpipe")
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))

@@ -1,0 +1,208 @@
+"""What is sharded or offloaded has no memory between steps: using it is an error, and no crash.
+
+The operations run in a process of their own, so that one that crashes is seen as such.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gems.errors import GemsError
+from gems.plans import Plan
+from gems.torch.released import form_of, is_released, release, restore
+from gems.torch.trainer import Trainer
+from gems.transport.core import Transport
+from gems.transport.local import run
+from tests.exact import batches, plainly, same_state
+
+L2L = {"stages": 2, "ranks": 1, "micro_batches": 2, "schedule": "l2l", "updates": "eager"}
+PLANS = {
+    "zero=3": Plan(stages=2, micro_batches=2, data=2, zero=3),
+    "weights on the host": Plan(**L2L, offload="weights"),
+    "weights on disk": Plan(**L2L, offload="weights:disk"),
+    "weights on disk, zero=3": Plan(**L2L, data=2, zero=3, offload="weights:disk"),
+    "optimizer on disk": Plan(stages=2, micro_batches=2, offload="optimizer:disk"),
+    "optimizer on the host": Plan(stages=2, micro_batches=2, offload="optimizer"),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
+    ).double()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.05)
+
+
+def data() -> list[Any]:
+    return batches((4, 3, 2, 2), 3, 3, torch.float64)
+
+
+# What a user may do with a parameter, a model or an optimizer. `x` is a weight or a state tensor.
+ON_TENSORS: dict[str, Callable[[Any], Any]] = {
+    "add": lambda x: x + 1,
+    "sum": lambda x: x.sum().item(),
+    "clone": lambda x: x.detach().clone(),
+    "data": lambda x: x.data.norm(),
+    "write": lambda x: x.data.zero_(),
+    "in place": lambda x: torch.no_grad()(lambda: x.fill_(1))(),
+    "replace": lambda x: setattr(x, "data", torch.zeros(x.shape, dtype=x.dtype)),
+    "copy from": lambda x: torch.empty(x.shape, dtype=x.dtype).copy_(x),
+    "numpy": lambda x: x.detach().numpy().sum(),
+    "list": lambda x: x.tolist(),
+    "index": lambda x: x[0],
+    "foreach": lambda x: torch._foreach_norm([x]),
+    "operator": lambda x: torch.ops.aten.mul.Tensor(x, 2.0),
+    "compare": lambda x: torch.equal(x, x),
+    "to": lambda x: x.to(torch.float32),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda x: torch.save(x, io.BytesIO()),
+    "vector": lambda x: nn.utils.parameters_to_vector([x]).sum(),
+    "linear": lambda x: nn.functional.linear(torch.ones(x.shape[-1]).double(), x),
+}
+ON_MODELS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda m: m(torch.ones(1, 3, 2, 2).double()),
+    "state_dict": lambda m: m.state_dict(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+def use(trainer: Trainer, held: list[Any]) -> None:
+    """Everything that could crash. `held` are parameters from before the trainer was made."""
+    found = [*held, *trainer.model.parameters()]
+    found += [] if trainer.closed else trainer.parameters()
+    assert trainer.optimizer is not None
+    for group in trainer.optimizer.param_groups:
+        found += group["params"]
+    for state in trainer.optimizer.state.values():
+        found += [x for x in state.values() if isinstance(x, torch.Tensor)]
+    for x in found:
+        assert repr(x) and f"{x}" and x.numel() == x.shape.numel() and hash(x) == id(x)
+        assert torch.zeros_like(x).stride() == x.stride() and x.is_contiguous()
+        assert torch.tensor(x).shape == x.shape  # which asks no class
+        if is_released(x):
+            assert not x.requires_grad or x.is_leaf
+            for name, work in ON_TENSORS.items():
+                rejected(name, lambda x=x, work=work: work(x))
+    released = any(map(is_released, trainer.model.parameters()))
+    for name, work in ON_MODELS.items() if released else ():
+        rejected(name, lambda work=work: work(trainer.model))
+    states = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    if any(map(is_released, states)):
+        rejected("optimizer", lambda: copy.deepcopy(trainer.optimizer.state_dict()))
+
+
+def rejected(name: str, work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except GemsError as error:
+        assert "trainer." in str(error) and "not in memory" in str(error), (name, error)
+    except RuntimeError as error:  # of a layer before, which is not on this rank
+        assert name == "forward" and "meta" in str(error), (name, error)
+    else:
+        raise AssertionError(f"{name} was not rejected")
+
+
+def rank(transport: Transport, plan: Plan, model: nn.Module) -> Any:
+    held = list(model.parameters())
+    loss = nn.functional.cross_entropy
+    trainer = Trainer(
+        model, loss, adam, torch.empty(2, 3, 2, 2).double(), plan, transport=transport
+    )
+    use(trainer, [])
+    for x, y in data():
+        trainer.step(x, y)
+        use(trainer, [p for p in held if any(p is q for q in trainer.parameters())])
+        states = [x for state in trainer.optimizer.state.values() for x in state.values()]
+        assert any(map(is_released, [*trainer.parameters(), *states])), "nothing was tested"
+    state = trainer.state_dict()
+    use(trainer, [])
+    trainer.predict(data()[0][0])
+    use(trainer, [])
+    trainer.close()
+    use(trainer, [])
+    return state
+
+
+def main() -> None:
+    for name, plan in PLANS.items():
+        print(name, flush=True)
+        model = network()  # once: ranks are threads, and threads share torch's generator
+
+        def work(transport: Transport, plan: Plan = plan, model: nn.Module = model) -> Any:
+            return rank(transport, plan, copy.deepcopy(model))
+
+        expected = plainly(model, data(), plan.total, make=adam).state
+        for state in run(plan.world, work):
+            same_state(state, expected)
+    print("done")
+
+
+def test_using_what_has_no_memory_is_an_error_and_no_crash() -> None:
+    program = f"import warnings; warnings.simplefilter('ignore'); import {__name__} as t; t.main()"
+    command = [sys.executable, "-X", "faulthandler", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr[-3000:]}"
+    assert done.stdout.split("\n") == [*PLANS, "done", ""]
+
+
+# --- a tensor that is released --------------------------------------------------------------------
+
+
+def test_it_says_what_it_is_and_what_to_do() -> None:
+    p = nn.Parameter(torch.ones(2, 3))
+    release(p, "parameter fc.weight", "is offloaded and not in memory between steps")
+    assert str(p) == "<parameter fc.weight, (2, 3) of float32, is offloaded and not in memory " \
+        "between steps>"  # fmt: skip
+    with pytest.raises(
+        GemsError, match=r"parameter fc\.weight is offloaded.*so add cannot read it"
+    ):
+        p + 1
+    assert isinstance(p, nn.Parameter) and p.shape == (2, 3) and p.requires_grad
+
+
+def test_it_is_the_same_tensor_again() -> None:
+    class Own(nn.Parameter):
+        """A user's own kind of parameter."""
+
+    for p in (nn.Parameter(torch.rand(3, 2).t()), Own(torch.ones(2)), torch.arange(3)):
+        kind, before, version, at = type(p), p.detach().clone(), p._version, p.data_ptr()
+        release(p, "it", "is away")
+        release(p, "it", "is away")  # twice is once
+        assert form_of(p).data_ptr() == at
+        restore(p)
+        restore(p)
+        assert type(p) is kind and torch.equal(p.detach(), before)
+        assert (p._version, p.data_ptr()) == (version, at)
+
+
+def test_backward_finds_what_forward_saved_of_it() -> None:
+    p = nn.Parameter(torch.rand(3, 3, dtype=torch.float64))
+    x = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+    y = (x @ p.t()).tanh() @ p
+    memory = p.data.clone()
+    storage = p.untyped_storage()
+    release(p, "it", "is away")
+    storage.resize_(0)
+    storage.resize_(memory.nbytes)
+    restore(p)
+    p.data.copy_(memory)
+    y.sum().backward()
+    q = nn.Parameter(memory)
+    ((x @ q.t()).tanh() @ q).sum().backward()
+    assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
