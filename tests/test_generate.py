@@ -11,8 +11,10 @@ from torch import nn
 
 from gems.plans import SCHEDULES, Plan
 from tests.exact import assert_equal, batches, plainly, planned
-from tests.generate.cases import draw, shown
+from tests.generate.cases import Case, draw, shown
 from tests.generate.known import known
+from tests.generate.layers import IMAGE, SEQUENCE
+from tests.generate.models import Model, Piece
 from tests.generate.run import judge
 
 CASES = int(os.environ.get("GEMS_GENERATE", "500"))
@@ -34,6 +36,17 @@ def test_the_cases_have_all_there_is() -> None:
     assert {f"plan schedule={name}" for name in SCHEDULES} <= set(seen)
     for name in ("spatial", "stream", "zero", "offload", "local_dp", "keep", "halo", "updates"):
         assert any(name in case.plan for case in cases), name
+
+
+@pytest.mark.parametrize("kind", sorted({*IMAGE, *SEQUENCE}))
+def test_a_slice_without_samples_is_no_trouble_to_any_layer(kind: str) -> None:
+    """One sample for two slices: the second rank has none, and must take part all the same."""
+    plan = {"stages": 1, "micro_batches": 1, "schedule": "sequential", "data": 1, "local_dp": 2}
+    shape = (4, 6) if kind in SEQUENCE else (4, 6, 5)
+    for seed in (45, 1, 2):  # 45 is an instance norm with weights
+        model = Model(seed=seed, shape=shape, pieces=(Piece(kind, seed),))
+        verdict = judge(Case(kind, model, plan, batches=(1, 4, 1)))
+        assert not verdict.failed, f"{seed}: {verdict.kind}: {verdict.text}\n{verdict.trace}"
 
 
 class Unseen(nn.Module):

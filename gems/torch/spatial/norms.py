@@ -357,8 +357,19 @@ def local(ask: Ask, x: Any) -> Rule:
     layout = ask.primary(x)
     windows = same(layout)
 
+    def nothing(site: Site) -> Run:
+        """Of a rank without cells, which torch's instance norm does not take."""
+        weights = () if ask.module is None else tuple(ask.module.parameters())
+
+        def work(*args: Any, **kwargs: Any) -> Tensor:
+            given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            return site.nothing(*given, *weights)
+
+        return work
+
     def bind(site: Site) -> Run:
-        return site.mapped(site.original, lambda place: site.fetch(place, None))
+        work = nothing(site) if site.out().empty else site.original
+        return site.mapped(work, lambda place: site.fetch(place, None))
 
     return Rule(
         {ask.out: layout.follow(ask.shape(ask.out), layout.dims, windows)}, {x.name: windows}, bind
