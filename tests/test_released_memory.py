@@ -206,3 +206,55 @@ def test_backward_finds_what_forward_saved_of_it() -> None:
     q = nn.Parameter(memory)
     ((x @ q.t()).tanh() @ q).sum().backward()
     assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+# --- values that are weights ----------------------------------------------------------------------
+
+
+class Handed(nn.Module):
+    """A weight, or a view of one, leaves the stage that has it and is used by a later one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+        self.last, self.how = nn.Linear(6, 3), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1))
+        if self.how == "view":
+            handed = self.scale.view(1, -1)
+        else:
+            handed = self.scale[None] if self.how == "index" else self.scale.detach()
+        return self.last(self.second(x).tanh() * handed)
+
+
+@pytest.mark.parametrize("how", ["view", "index", "detach"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(stages=4, schedule="gpipe", micro_batches=2, offload="weights"),
+        Plan(stages=4, schedule="gpipe", micro_batches=2, offload="weights:disk"),
+        Plan(stages=4, schedule="gpipe", micro_batches=2, data=2, zero=3),
+        Plan(stages=4, ranks=1, schedule="l2l", micro_batches=2, offload="weights"),
+        Plan(stages=4, ranks=1, schedule="sequential", micro_batches=2, offload="weights:disk"),
+    ],
+    ids=("offload to the host", "offload to disk", "zero=3", "l2l", "sequential, to disk"),
+)
+def test_a_weight_that_is_sent_on_is_there_after_its_stage_has_dropped_it(
+    plan: Plan, how: str
+) -> None:
+    torch.manual_seed(0)
+    model = Handed(how).double()
+    expected = plainly(model, data(), plan.total, make=adam)
+
+    def work(transport: Transport) -> Any:
+        loss, sample = nn.functional.cross_entropy, torch.empty(2, 3, 2, 2).double()
+        trainer = Trainer(copy.deepcopy(model), loss, adam, sample, plan, transport=transport)
+        losses = [trainer.step(x, y).loss for x, y in data()]
+        assert trainer.predict(data()[0][0]) is not None
+        return losses, trainer.state_dict()
+
+    for losses, state in run(plan.world, work):
+        assert losses == pytest.approx(expected.losses, rel=1e-10)
+        same_state(state, expected.state)

@@ -451,6 +451,8 @@ class TorchAdapter:
         with self._around(bound, slabs, kept.page if keeps else None, bundle):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
+            if stage in self.shards:
+                results = self.shards[stage].apart(results)
             if stage == self.plan.depth - 1:
                 self._arrive(cut, i, results, kept, bound)
         if keeps:

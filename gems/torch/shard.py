@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from gems.torch.home import Home, room
+from gems.torch.meter import storage_of
 from gems.torch.released import release, restore
 from gems.torch.sparse import dense, square
 from gems.torch.store import Handle, Slot, Store
@@ -132,6 +133,13 @@ class Shard:
         for flat in self.flats:
             flat.room(0)
         self.whole = False
+
+    def apart(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The results of a stage, which outlive its weights: copies of those that are views."""
+        if not self.passing:
+            return results
+        weights = {storage_of(flat.weights) for flat in self.flats}
+        return {n: t.clone() if storage_of(t) in weights else t for n, t in results.items()}
 
     @property
     def why(self) -> str:
