@@ -251,6 +251,33 @@ def test_masks_and_branches_of_a_part_are_one_block_of_it(how: str, plan: Plan) 
     assert_exact(nn.Sequential(Inner(), nn.Tanh(), nn.Linear(4, 5).double()), plan)
 
 
+class Branch(nn.Module):
+    """Whether a gradient comes back through it depends on the numbers of the sample."""
+
+    def __init__(self, how: str, sign: float) -> None:
+        super().__init__()
+        self.how, self.sign, self.layer = how, sign, nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.sign * float(x.detach()[0, 0]) > 0:
+            return y
+        return {"input": x, "detached": y.detach(), "new": torch.ones_like(y)}[self.how]
+
+
+@two_plans
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", ["input", "detached", "new"])
+def test_a_branch_that_trains_nothing_is_not_taken_for_all_of_them(
+    how: str, first: bool, sign: float, plan: Plan
+) -> None:
+    """Recorded by the one branch or the other: two samples of opposite signs tell them apart."""
+    torch.manual_seed(0)
+    before = nn.Identity() if first else nn.Linear(6, 6).double()
+    assert_exact(nn.Sequential(before, Branch(how, sign), nn.Linear(6, 5).double()), plan)
+
+
 def test_a_mask_among_the_inputs() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from gems.errors import PlanError, ShapeError
+from gems.errors import PlanError, ShapeError, TraceError
 from gems.machine import Machine
 from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message
@@ -460,6 +460,13 @@ class TorchAdapter:
             kept.edges = {
                 n: get_gradient_edge(t) for n, t in results.items() if n in sent and _leads_back(t)
             }
+            for name in kept.edges:
+                if not cut.trace.graph.value[name].grad:
+                    raise TraceError(
+                        f"{name} wants a gradient in this step, and did not when the model was "
+                        "recorded, so none would come back for it; let forward compute it in the "
+                        "same way for every sample, or give the model as a list of stages"
+                    )
             self._count(cut, stage, i, slabs)
             if stage in cut.streamed:
                 self.stash_bytes[stage, i] = self._kept_by_stream(cut, stage, results)

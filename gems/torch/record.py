@@ -728,7 +728,16 @@ class _Recorder(TorchFunctionMode):
             b, version = before.get(name, (None, 0))
             if now[0] is not b or now[1] != version:
                 module.get_buffer(name).zero_()  # a fake one: what its twin did is seen on it
-        return pytree.tree_map(self._fake_input, result)
+        sources = (*tensors_within((args, kwargs)), *module.parameters())
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
+        return pytree.tree_map(lambda x: self._any_branch(self._fake_input(x), trains), result)
+
+    @staticmethod
+    def _any_branch(x: Any, trains: bool) -> Any:
+        """A result of a module that looks at values: another branch may want a gradient of it."""
+        if isinstance(x, torch.Tensor) and trains and (x.is_floating_point() or x.is_complex()):
+            x.requires_grad_()
+        return x
 
     def _twin(self, module: nn.Module) -> nn.Module:
         """A copy on real numbers: ordinary ones where the weights have no memory just now."""
