@@ -571,6 +571,30 @@ def test_hooks_of_tensors(held: bool, plan: Plan) -> None:
     assert_exact(model, plan)
 
 
+class HookedSkip(nn.Module):
+    """A tensor with a hook that two later layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        if y.requires_grad:
+            y.register_hook(lambda g: g / (1 + g.norm()))
+        return self.c(self.b(y).tanh() + y)
+
+
+@pytest.mark.parametrize("keep", ["all", "inputs", [["b"]] * 9])
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_a_hook_sees_all_of_a_gradient_wherever_stages_end(stages: int, keep: Any) -> None:
+    """Story: hook and tensor were on two stages, and what the third one sent back passed it by."""
+    torch.manual_seed(0)
+    keep = keep if isinstance(keep, str) else keep[:stages]
+    plan = Plan(stages=stages, micro_batches=2, schedule="gpipe", keep=keep)
+    assert_exact(HookedSkip().double(), plan)
+
+
 def test_a_gradient_inside_of_forward_runs_as_it_is() -> None:
     class Energy(nn.Module):
         def __init__(self) -> None:

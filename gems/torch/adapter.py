@@ -138,6 +138,8 @@ class TorchAdapter:
         self.home, self.unmade = home, unmade
         self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
         self.wants_norm = False
+        self.update = True
+        self.window: set[int] = set()  # parameters that were trained since the last update
         self.penalty: Penalty | None = None
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
@@ -173,6 +175,11 @@ class TorchAdapter:
     ) -> None:
         """Get ready for a step. A micro-batch's loss weighs its share of samples times `scale`."""
         self.batch, self.step, self.training = batch, step, training
+        if training:
+            if self.update:  # of the step before: a new window of accumulated gradients begins
+                self.window.clear()
+            trained = (p for p in self.parameters_here if p.requires_grad)
+            self.window.update(map(id, trained))
         self.scale, self.update = scale, update
         self.kept: dict[tuple[int, int], Kept] = {}
         self.losses: list[tuple[int, Tensor]] = []
@@ -711,7 +718,12 @@ class TorchAdapter:
 
     def _trainable(self, name: str) -> nn.Parameter | None:
         p = self.weights[name]
-        return p if isinstance(p, nn.Parameter) and p.requires_grad else None
+        return p if isinstance(p, nn.Parameter) and self.trains(p) else None
+
+    def trains(self, p: nn.Parameter) -> bool:
+        """Whether a parameter may have a gradient: also one that was frozen since the last update,
+        whose accumulated gradient plain training applies all the same."""
+        return p.requires_grad or id(p) in self.window
 
     def bucket(self, stage: int) -> list[Tensor]:
         self._place(stage)

@@ -622,7 +622,7 @@ class Trainer:
         parameters = dict(self._named_parameters())
         for name in self.owned.tied():
             p = parameters.get(name)
-            if p is None or not p.requires_grad:
+            if p is None or not self.adapter.trains(p):
                 continue
             gradient = torch.zeros_like(p) if p.grad is None else dense(p.grad)
             flat = torch.cat((gradient.reshape(-1), gradient.new_tensor([p.grad is not None])))
