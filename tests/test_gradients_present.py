@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from gems.plans import Plan
 from gems.torch.absent import PATTERN, absent, is_absent
 from gems.transport.core import Transport
-from tests.exact import join, plainly, same_state
+from tests import exact
+from tests.exact import assert_equal, batches, join, plainly, same_state
 from tests.test_zero import planned, stepped
 from tests.worlds import spawn
 
@@ -312,3 +313,26 @@ def test_statistics_inside_a_checkpoint_region_are_said_to_be_updated_once(caplo
     found = planned(Region().double(), data(0, 6), Plan(micro_batches=1), LOSSES["end"], sgd)
     assert "norm: running statistics inside torch.utils.checkpoint" in caplog.text
     assert found.state["norm.num_batches_tracked"] == 4
+
+
+def test_a_checkpoint_region_that_ends_in_noise_has_the_gradient_of_its_noise() -> None:
+    """Story: torch stops recomputing as soon as a tensor is saved, and RReLU saves its noise before
+    it has drawn it. Plain torch's gradient is made of whatever was in that memory."""
+
+    class Noisy(nn.Module):
+        def __init__(self, region: bool) -> None:
+            super().__init__()
+            self.first, self.noise, self.last = nn.Linear(6, 40), nn.RReLU(), nn.Linear(40, 5)
+            self.region = region
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = checkpoint(self.noise, x, use_reentrant=False) if self.region else self.noise(x)
+            return self.last(x)
+
+    torch.manual_seed(0)
+    with_region, without = Noisy(True).double(), Noisy(False).double()
+    without.load_state_dict(with_region.state_dict())
+    data = batches((4, 6), 5, 2, torch.float64)
+    plan = Plan(stages=2, micro_batches=2)
+    assert_equal(exact.planned(with_region, data, plan), exact.planned(without, data, plan))

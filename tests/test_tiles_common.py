@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from gems.errors import PlanError
 from gems.plans import Plan
@@ -435,3 +436,35 @@ def test_a_hook_that_forward_puts_on_a_tile_is_rejected() -> None:
         planned(model, data, Plan(stages=1, spatial=(2, 1), schedule="sequential"))
     after = Plan(stages=[["0"], ["1", "2", "3"]], spatial=[(2, 1)], schedule="sequential")
     assert_equal(planned(model, data, after), plainly(model, data, after.total))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(stages=1, spatial=(3, 1), schedule="sequential"),
+        Plan(stages=1, spatial=(3, 1), schedule="sequential", keep="inputs"),
+        Plan(stages=1, spatial=(3, 1), schedule="sequential", keep=["0"]),
+        Plan(stages=2, spatial=[(3, 1)], micro_batches=2),
+    ],
+)
+def test_a_rank_without_cells_comes_to_the_exchanges_of_a_checkpoint_region(
+    plan: Plan, reentrant: bool
+) -> None:
+    """Story: torch recomputes where a saved tensor is asked for, and it had saved none."""
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = conv(4, 4), conv(4, 4)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.last(F.interpolate(self.first(x), (2, 7), mode="bicubic"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(3, 4), Region(), nn.Flatten(), nn.Linear(4 * 2 * 7, 4)).double()
+    data = images_and("classes", (2, 2), torch.float64)
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))

@@ -597,6 +597,7 @@ class TorchAdapter:
                 if is_absent(gradient):
                     continue
                 summed[name] = summed[name] + gradient if name in summed else gradient
+        self._agree_on_absence(stage, i, summed)
         roots = [edge for name, edge in kept.edges.items() if name in summed]
         seeds: list[Tensor | None] = [summed[name] for name in kept.edges if name in summed]
         if kept.loss is not None and kept.loss.requires_grad:
@@ -619,6 +620,23 @@ class TorchAdapter:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
                 found[name] = self._absent(i, stage, name)
         return found
+
+    def _agree_on_absence(self, stage: int, i: int, summed: dict[str, Tensor]) -> None:
+        """A rank whose tile has no cells cannot see whether a gradient exists. The spatial group
+        decides together: all run backward through it, or none."""
+        cut = self.of[i]
+        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+        if bound is None or stage == self.plan.depth - 1:
+            return
+        wanted = [n for n in cut.sent(stage) if cut.trace.graph.value[n].grad]
+        unseen = [n for n in wanted if bound.somewhere_empty(n)]
+        if not unseen:
+            return
+        seen = [float(n in summed and summed[n].numel() > 0) for n in unseen]
+        counts = bound.team.total(torch.tensor(seen, device=self.device)).tolist()
+        for name, count in zip(unseen, counts, strict=True):
+            if not count:
+                summed.pop(name, None)
 
     def _penalise(
         self, penalty: Penalty, stage: int, i: int, roots: list[Any], seeds: list[Any]

@@ -404,6 +404,11 @@ class Bound:
         layout = self.laid.layouts.get(name)
         return None if layout is None else layout.boxes()[self.team.me]
 
+    def somewhere_empty(self, name: str) -> bool:
+        """Whether a rank of the spatial group has no cell of a value."""
+        layout = self.laid.layouts.get(name)
+        return layout is not None and any(box.empty for box in layout.boxes())
+
 
 def bind(laid: Laid, team: Team) -> Bound:
     memory, runs = Notes(), {}
