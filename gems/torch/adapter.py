@@ -771,6 +771,8 @@ class TorchAdapter:
         return shard.memory, []
 
     def drop(self, stage: int) -> None:
+        if stage in self.advances:  # also on a rank that ran no sample
+            self.advances[stage].prepare()
         if stage in self.shards:
             self.shards[stage].release()
 
@@ -821,7 +823,12 @@ class TorchAdapter:
     def settle_alone(self) -> None:
         """Statistics of stages that this rank holds alone, but saw out of order; and buffers that
         every replica changes by itself."""
-        for advance in self.advances.values():
+        for stage, advance in self.advances.items():
+            shard = self.shards.get(stage)
+            if not advance.states and shard is not None and shard.at_home:
+                for handle in shard.gather():  # its replica had nothing to do in this step
+                    handle.wait()
+                self.drop(stage)
             advance.finish()
         for stage, statistics in self.statistics.items():
             if len(self.plan.holders[stage]) == 1:

@@ -15,7 +15,10 @@ from torch import nn
 from gems.torch.frozen import MISSING, OTHERS, PLAIN, Difference, difference, freeze, put_back
 
 # Weights, submodules, hooks and modes are watched elsewhere, or not Python's.
-INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_is_full_backward_hook"}
+INTERNAL = frozenset(vars(nn.Module())) | {
+    *("_compiled_call_impl", "_is_full_backward_hook"),
+    "_flat_weight_refs",  # of recurrent layers, which make them anew when weights move
+}
 HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name and name[:1] == "_")
 CACHE = type(functools.lru_cache(lambda: None))
 FOLLOWED = 200  # functions that a module's own lead to

@@ -38,7 +38,7 @@ REJECTIONS = (PlanError, TraceError, ShapeError)
 # A rejection says what to do; these are the words for it.
 REMEDY = re.compile(
     r"\b(use|give|leave|put|choose|write|wrap|make|remove|lower|move|pass|set|call|start|say|try|"
-    r"take|keep|replace|register|mark|add|clone|assign|return|compute|change|convert|split|let|end)\b",
+    r"take|keep|replace|register|mark|add|clone|assign|return|compute|change|convert|split|let|end|hold|list)\b",
     re.IGNORECASE,
 )
 GOOD = ("exact", "rejected", "invalid", "sensitive")
