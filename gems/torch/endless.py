@@ -125,7 +125,8 @@ class Run:
             )
         batch = split(inputs, targets, trainer.plan.total, trainer.batch_dim)
         first = not self.engine.going
-        self._same(trainer.claim("step", batch, (inputs, targets)), first)
+        mode = trainer.adapter.modes()
+        self._same(trainer.claim("step", batch, (inputs, targets), mode), first)
         try:
             self.turns.begin(batch, trainer.steps)
         except TraceError as error:

@@ -7,6 +7,7 @@ import random
 import sys
 import types
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,32 @@ def difference(
         if (found := difference(x, y, inner, seen)) is not None:
             return found
     return None if alike else Difference(label, f"of {len(before.parts)}", f"of {len(inside)}")
+
+
+def thing_of(value: Any) -> Any:
+    """The value itself, of one that may be frozen."""
+    return value.thing if isinstance(value, Frozen) else value
+
+
+def within(values: Iterable[Frozen]) -> list[Frozen]:
+    """These and all that is frozen inside of them, each once."""
+    found: dict[int, Frozen] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        if value.kind in ("list", "tuple", "deque"):
+            left += [x for x in value.parts if isinstance(x, Frozen)]
+        elif value.kind in ("dict", "object"):
+            left += [x for x in value.parts.values() if isinstance(x, Frozen)]
+    return list(found.values())
+
+
+def as_it_was(value: Frozen) -> bool:
+    """Whether this very object holds what it held, not looking into what is inside of it."""
+    return value.kind == "tuple" or _inside(value.kind, value.thing) == value.parts
 
 
 def put_back(before: Any, seen: set[int] | None = None) -> Any:
@@ -211,4 +238,6 @@ def _same(before: Any, now: Any) -> bool:
         return True
     if type(before) is not type(now) or not isinstance(before, PLAIN):
         return isinstance(before, types.MethodType) and before == now
-    return bool(before == now) or (before != before and now != now)
+    if isinstance(before, (float, complex)):
+        return repr(before) == repr(now)  # -0.0 is not 0.0, and nan is nan
+    return bool(before == now)

@@ -49,6 +49,9 @@ class Name:
     label: str
     path: str | None = None  # of the container whose hook uses it
 
+    def now(self) -> Any:
+        return self.mapping.get(self.key, MISSING)
+
 
 @dataclass
 class Access:
@@ -63,14 +66,13 @@ class Access:
     by: str | None = None  # the leaf that ran
 
     def change(self) -> Difference | None:
-        now = self.name.mapping.get(self.name.key, MISSING)
-        return difference(self.before, now, self.name.label)
+        return difference(self.before, self.name.now(), self.name.label)
 
     def undo(self) -> None:
         value = put_back(self.before)
         if value is MISSING:
             self.name.mapping.pop(self.name.key, None)
-        elif self.name.mapping.get(self.name.key, MISSING) is not value:
+        elif self.name.now() is not value:
             self.name.mapping[self.name.key] = value
 
 
@@ -96,7 +98,7 @@ class Reads:
     def names(self, names: Iterable[Name], *, outer: bool = True) -> None:
         """Variables that may be read: they are noted as they are now."""
         for name in names:
-            before = freeze(name.mapping.get(name.key, MISSING), self.memo)
+            before = freeze(name.now(), self.memo)
             key = (id(name.mapping), name.key)
             self.scopes[0].setdefault(key, Access(name, None, before, False, outer, outer))
 
