@@ -8,7 +8,7 @@ again. Weights belong to the Trainer: a parameter that was replaced is rejected.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -31,7 +31,7 @@ from gems.torch.frozen import (
     within,
 )
 from gems.torch.identity import Identities
-from gems.torch.reads import Name, variables, variables_of_hooks
+from gems.torch.reads import Name, of_class, variables, variables_of_hooks
 
 ABSENT = repeat(MISSING)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -47,7 +47,7 @@ class Guards:
 
     def __init__(self, model: nn.Module, record: Record) -> None:
         memo: dict[int, Any] = {}
-        names = [name for path, key in record.reads for name in _attribute(model, path, key)]
+        names = list(_attributes(model, record.reads))
         self.attributes = len(names)
         containers = {path: model.get_submodule(path) for path in record.containers}
         names += [*variables(containers.values()), *variables_of_hooks(containers)]
@@ -118,16 +118,18 @@ class Guards:
         return zlib.crc32(repr(shown).encode())
 
 
-def _attribute(model: nn.Module, path: str, key: str) -> Iterator[Name]:
-    """An attribute of a module; if it has none of its own, that of its class as well."""
-    module = model.get_submodule(path)
-    own, label = vars(module), f"{path or type(module).__name__}.{key}"
-    yield Name(own, key, label)
-    if key not in own:
-        for base in type(module).__mro__:
-            if key in vars(base):
-                yield Name(vars(base), key, label)
-                return
+def _attributes(model: nn.Module, reads: Iterable[tuple[str, str]]) -> Iterator[Name]:
+    """Attributes of modules; if one has none of its own, that of its class as well."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    classes: set[tuple[type, str]] = set()
+    for path, key in reads:
+        module = modules[path]
+        kind, own = type(module), vars(module)
+        label = f"{path or kind.__name__}.{key}"
+        yield Name(own, key, label)
+        if key not in own and (kind, key) not in classes:
+            classes.add((kind, key))
+            yield from of_class(kind, key, label)
 
 
 def _hooks(containers: dict[str, nn.Module]) -> Iterator[tuple[Any, tuple[Any, ...], str]]:
