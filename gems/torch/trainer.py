@@ -522,6 +522,7 @@ class Trainer:
             raise
         if update:
             self.window = 0
+        self._release_kept()
         if self.on_disk:
             trim()
         shown = norm * factor if update and self.clip is not None else None
@@ -710,6 +711,10 @@ class Trainer:
             shard.keep()
             shard.release()
 
+    def _release_kept(self) -> None:
+        for shard in self.adapter.shards.values():
+            shard.release_kept()
+
     def _step_scheduler(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
@@ -735,6 +740,7 @@ class Trainer:
                 self._local = self._read()
                 return collect(self.adapter, self.plan, self.transport, batch)
         finally:
+            self._release_kept()
             for module, training in modes:  # one by one: some may be frozen
                 module.training = training
 
