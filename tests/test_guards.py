@@ -182,7 +182,6 @@ class Held(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 5)
         self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
         self.register_buffer("c", torch.randn(4))
@@ -236,7 +235,9 @@ def _copied(model: Any) -> Any:
 
     class Anew(Held):
         def __deepcopy__(self, memo: Any) -> Any:
-            return Held(self.how)
+            made = Held(self.how)
+            made.load_state_dict(self.state_dict())
+            return made
 
     model.__class__ = Anew
     return model

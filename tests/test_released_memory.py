@@ -208,6 +208,67 @@ def test_backward_finds_what_forward_saved_of_it() -> None:
     assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
 
 
+# --- views that a hook kept -----------------------------------------------------------------------
+
+
+VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "view": lambda p: p.view(-1),
+    "detached": lambda p: p.detach(),
+    "data": lambda p: p.data[1:],
+    "in a list": lambda p: [{"w": p.t()}],
+}
+
+
+def keep_views(plan: Plan) -> None:
+    """Two steps with hooks that keep views of weights; each is used afterwards."""
+    model = network()
+    expected = plainly(model, data(), plan.total, make=adam).state
+
+    def work(transport: Transport) -> Any:
+        mine, kept = copy.deepcopy(model), []
+
+        def hook(module: Any, args: Any) -> None:
+            if module.weight.is_cpu and type(module.weight) is nn.Parameter:
+                kept.extend((name, view(module.weight)) for name, view in VIEWS.items())
+
+        for module in mine:
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(hook)
+        sample = torch.empty(2, 3, 2, 2).double()
+        loss = nn.functional.cross_entropy
+        trainer = Trainer(mine, loss, adam, sample, plan, transport=transport)
+        for x, y in data():
+            del kept[:-8]
+            trainer.step(x, y)
+            assert kept, "no hook ran"
+            for name, view in kept:
+                view = view[0]["w"] if isinstance(view, list) else view
+                try:
+                    view.sum().item()
+                except GemsError as error:
+                    assert "kept as a view of weights past the step; clone it" in str(error)
+                else:
+                    raise AssertionError(f"{name} was read")
+        return trainer.state_dict()
+
+    for state in run(plan.world, work):
+        same_state(state, expected)
+
+
+def kept_views() -> None:
+    for name in ("zero=3", "weights on the host", "weights on disk"):
+        print(name, flush=True)
+        keep_views(PLANS[name])
+
+
+def test_a_view_of_a_weight_that_a_hook_keeps_raises_after_the_step() -> None:
+    """It was a crash, or numbers of what the memory was used for next."""
+    program = f"import warnings; warnings.simplefilter('ignore'); import {__name__} as t;"
+    command = [sys.executable, "-X", "faulthandler", "-c", f"{program} t.kept_views()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr[-3000:]}"
+
+
 # --- values that are weights ----------------------------------------------------------------------
 
 

@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from gems.torch.frozen import MISSING, OTHERS, PLAIN, Difference, difference, freeze, put_back
+from gems.torch.frozen import (
+    MISSING,
+    PLAIN,
+    Difference,
+    difference,
+    freeze,
+    of_the_user,
+    put_back,
+)
 
 # Weights, submodules, hooks and modes are watched elsewhere, or not Python's.
 INTERNAL = frozenset(vars(nn.Module())) | {
@@ -21,7 +29,10 @@ INTERNAL = frozenset(vars(nn.Module())) | {
 }
 HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name and name[:1] == "_")
 CACHE = type(functools.lru_cache(lambda: None))
-FOLLOWED = 200  # functions that a module's own lead to
+METHODS = frozenset(vars(nn.Module)) - {"forward"}  # nobody replaces these
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+CONTAINERS = (list, dict, tuple, set)
+FOLLOWED = 5000  # functions that a module's own lead to
 
 
 class Cell:
@@ -43,6 +54,23 @@ class Cell:
         pass
 
 
+class OfClass:
+    """The attributes of a class itself, as a mapping."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return vars(self.kind).get(key, default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        type.__setattr__(self.kind, key, value)
+
+    def pop(self, key: str, default: Any = None) -> None:
+        if key in vars(self.kind):
+            type.__delattr__(self.kind, key)
+
+
 @dataclass(frozen=True)
 class Name:
     """A variable: where it is held, under which key, and what to call it in errors."""
@@ -51,6 +79,9 @@ class Name:
     key: str
     label: str
     path: str | None = None  # of the container whose hook uses it
+
+    def now(self) -> Any:
+        return self.mapping.get(self.key, MISSING)
 
 
 @dataclass
@@ -66,14 +97,13 @@ class Access:
     by: str | None = None  # the leaf that ran
 
     def change(self) -> Difference | None:
-        now = self.name.mapping.get(self.name.key, MISSING)
-        return difference(self.before, now, self.name.label)
+        return difference(self.before, self.name.now(), self.name.label)
 
     def undo(self) -> None:
         value = put_back(self.before)
         if value is MISSING:
             self.name.mapping.pop(self.name.key, None)
-        elif self.name.mapping.get(self.name.key, MISSING) is not value:
+        elif self.name.now() is not value:
             self.name.mapping[self.name.key] = value
 
 
@@ -99,7 +129,7 @@ class Reads:
     def names(self, names: Iterable[Name], *, outer: bool = True) -> None:
         """Variables that may be read: they are noted as they are now."""
         for name in names:
-            before = freeze(name.mapping.get(name.key, MISSING), self.memo)
+            before = freeze(name.now(), self.memo)
             key = (id(name.mapping), name.key)
             self.scopes[0].setdefault(key, Access(name, None, before, False, outer, outer))
 
@@ -117,8 +147,7 @@ class Reads:
                 if not _registered(module, name):
                     self._note(module, name, wrote=False)
                 raise
-            own = object.__getattribute__(module, "__dict__")
-            if name in own or isinstance(value, (*PLAIN, list, dict, tuple, set)):
+            if name not in METHODS and not _registered(module, name):
                 self._note(module, name, wrote=False)
             return value
 
@@ -199,17 +228,52 @@ def _registered(module: nn.Module, name: str) -> bool:
 
 
 def variables(modules: Iterable[nn.Module]) -> list[Name]:
-    """Global names and variables taken from around that the methods of these modules may read."""
-    found: dict[tuple[int, str], Name] = {}
+    """Global names and variables taken from around that the methods of these modules may read, and
+    the functions and objects that the modules hold."""
+    found: dict[Any, Name] = {}
     followed: set[int] = set()
+    modules = list(modules)
     for kind in {type(module): None for module in modules}:
-        for base in kind.__mro__:
-            if base is nn.Module or base.__module__.partition(".")[0] in OTHERS:
-                continue
-            for method in vars(base).values():
-                for function in _functions(method):
-                    _follow(function, found, followed, None)
+        for base in _own_bases(kind):
+            _methods(base, found, followed)
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in INTERNAL:
+                _held(value, found, followed, None)
     return list(found.values())
+
+
+def _methods(kind: type, found: dict[Any, Name], followed: set[int]) -> None:
+    for method in vars(kind).values():
+        for function in _functions(method):
+            _follow(function, found, followed, None)
+
+
+def _held(value: Any, found: dict[Any, Name], followed: set[int], path: str | None) -> None:
+    """A function, or an object of a user's class with its methods and the values of its class."""
+    for function in _functions(value):
+        if of_the_user(function.__module__):
+            _follow(function, found, followed, path)
+    if isinstance(value, (nn.Module, type, types.FunctionType, *PLAIN)):
+        return
+    for kind in _own_bases(type(value)):
+        if id(kind) in followed:
+            continue
+        followed.add(id(kind))
+        _methods(kind, found, followed)
+        _in_class(kind, vars(kind), found, followed, path)
+
+
+def _own_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if of_the_user(base.__module__)]
+
+
+def of_class(kind: type, key: str, label: str) -> Iterator[Name]:
+    """An attribute of a class, and where it would be found first if it were set."""
+    for base in _own_bases(kind):
+        yield Name(OfClass(base), key, label)
+        if key in vars(base):
+            return
 
 
 def caches(modules: Iterable[nn.Module]) -> list[Any]:
@@ -271,11 +335,12 @@ def _follow(
         label = f"{function.__module__}.{name}"
         if isinstance(value, types.ModuleType):
             _in_module(value, names, found, followed, path)
-        elif not isinstance(value, type):
-            found[id(function.__globals__), name] = Name(function.__globals__, name, label, path)
-            for inner in _functions(value):
-                if _of_the_user(inner.__module__):
-                    _follow(inner, found, followed, path)
+            continue
+        found[id(function.__globals__), name] = Name(function.__globals__, name, label, path)
+        if isinstance(value, type):
+            _in_class(value, names, found, followed, path)
+        else:
+            _held(value, found, followed, path)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             label = f"{name} (of {function.__qualname__})"
@@ -290,21 +355,36 @@ def _in_module(
     path: str | None,
 ) -> None:
     """`settings.alpha`, `rope.table(n)`: plain values and functions of a module of the user's."""
-    if not _of_the_user(module.__name__):
+    if not of_the_user(module.__name__):
         return
     entries = vars(module)
     for name in names:
         value = entries.get(name)
         functions = _functions(value)
-        if functions or isinstance(value, (*PLAIN, list, dict, tuple, set)):
+        if functions or isinstance(value, (*PLAIN, *CONTAINERS)):
             found[id(entries), name] = Name(entries, name, f"{module.__name__}.{name}", path)
         for inner in functions:
-            if _of_the_user(inner.__module__):
+            if of_the_user(inner.__module__):
                 _follow(inner, found, followed, path)
 
 
-def _of_the_user(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in OTHERS
+def _in_class(
+    kind: type,
+    names: Iterable[str],
+    found: dict[Any, Name],
+    followed: set[int],
+    path: str | None,
+) -> None:
+    """`Settings.alpha`: what functions read of a class of the user's."""
+    for name in [n for n in names if n[:2] != "__"]:
+        value = next((vars(x)[name] for x in _own_bases(kind) if name in vars(x)), MISSING)
+        if value is MISSING or isinstance(value, DESCRIPTORS):
+            continue
+        for place in of_class(kind, name, f"{kind.__qualname__}.{name}"):
+            found[place.mapping.kind, name] = place
+        for inner in _functions(value):
+            if of_the_user(inner.__module__):
+                _follow(inner, found, followed, path)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
