@@ -19,7 +19,7 @@ from gems.torch.spatial.team import CHANNEL, Team
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
-from tests.exact import assert_equal, batches, plainly, planned, sgd
+from tests.exact import assert_equal, batches, drawing, plainly, planned, sgd
 
 Tensor = torch.Tensor
 SAMPLES, PARTS = 2, 3  # of a micro-batch; of the second stage
@@ -28,11 +28,11 @@ WHOLE = SAMPLES * 6 * 8  # bytes of what it receives
 
 def net() -> nn.Module:
     """An image up to the pool, then a value that every tile has."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 13), nn.Tanh(), nn.Linear(13, 5),
-    ).double()  # fmt: skip
+    with drawing(0):
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 13), nn.Tanh(), nn.Linear(13, 5),
+        ).double()  # fmt: skip
 
 
 def data() -> list[Any]:

@@ -27,7 +27,7 @@ from gems.simulation import simulate
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
 from gems.transport.local import run
-from tests.exact import Outcome, join, plainly, same_state, sgd
+from tests.exact import Outcome, drawing, join, plainly, same_state, sgd
 from tests.saved import COPIES, GEMS, ONE, TWO, adamw, momentum, network, on_ranks, trained
 from tests.test_generated import LAYERS, Generated, loss, networks, plans, sizes, some_data
 from tests.test_zero import adam, assert_same, data, planned, small, stepped
@@ -286,8 +286,8 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
 
 def layered(transport: Transport, plan: Plan) -> Any:
     """Peaks as they were counted and as they are foreseen, and every moment of the last step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    with drawing(0):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
     make = lambda p: torch.optim.Adam(p, 0.1)  # noqa: E731
     sample = torch.empty(2, 64)
     trainer = Trainer(model, nn.functional.mse_loss, make, sample, plan, transport=transport)

@@ -30,6 +30,7 @@ from tests.exact import (
     assert_equal,
     batches,
     close,
+    drawing,
     join,
     plainly,
     planned,
@@ -45,13 +46,13 @@ CLASSES = 5
 
 def classifier() -> nn.Module:
     """Thirteen layers: 21 x 19 to 6 x 5 pixels, then one label."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(True),
-        nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8),
-        nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
-    ).double()  # fmt: skip
+    with drawing(0):
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(True),
+            nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8),
+            nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES),
+        ).double()  # fmt: skip
 
 
 def segmenter() -> nn.Module:
@@ -814,14 +815,14 @@ def test_numpy_arrays_of_other_types() -> None:
 
 
 def conv_stack(layers: int = 5) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(
-            layer
-            for i in range(layers)
-            for layer in (nn.Conv2d(3 if not i else 6, 6, 3, padding=1), nn.ReLU())
-        )
-    ).double()
+    with drawing(0):
+        return nn.Sequential(
+            *(
+                layer
+                for i in range(layers)
+                for layer in (nn.Conv2d(3 if not i else 6, 6, 3, padding=1), nn.ReLU())
+            )
+        ).double()
 
 
 def strips(laid: Laid, member: int) -> int:

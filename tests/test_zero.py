@@ -30,6 +30,7 @@ from tests.exact import (
     Outcome,
     Recordings,
     batches,
+    drawing,
     join,
     part,
     plainly,
@@ -265,8 +266,8 @@ def test_bytes_follow_the_published_formulas(zero: int, copies: int) -> None:
     steps, in 4 bytes more."""
 
     def work(transport: Transport) -> tuple[Memory, Memory, int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 5))
+        with drawing(0):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 5))
         plan = Plan(stages=1, schedule="sequential", data=copies, zero=zero)
         lose, make = nn.functional.cross_entropy, lambda p: torch.optim.Adam(p, 0.1)
         trainer = Trainer(model, lose, make, torch.empty(2, 3, 2, 2), plan, transport=transport)
