@@ -31,7 +31,8 @@ def net() -> nn.Module:
     with drawing(0):
         return nn.Sequential(
             nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(), nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 13), nn.Tanh(), nn.Linear(13, 5),
+            nn.Flatten(), nn.Linear(6, 21), nn.Tanh(), nn.Linear(21, 13), nn.Tanh(),
+            nn.Linear(13, 5),
         ).double()  # fmt: skip
 
 
