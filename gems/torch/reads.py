@@ -18,26 +18,70 @@ from gems.torch.frozen import MISSING, OTHERS, PLAIN, Difference, difference, fr
 INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_is_full_backward_hook"}
 HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name and name[:1] == "_")
 CACHE = type(functools.lru_cache(lambda: None))
-FOLLOWED = 200  # functions that a module's own lead to
+TABLE = 100  # functions in a list or dict that are followed
+FOLLOWED = 1000  # functions that a module's own lead to
 
 
 class Cell:
     """A variable that a function took from around it, as a mapping with one key."""
 
     def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
+        self.owner = cell
 
     def get(self, key: Any, default: Any = None) -> Any:
         try:
-            return self.cell.cell_contents
+            return self.owner.cell_contents
         except ValueError:  # not set yet
             return default
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.cell.cell_contents = value
+        self.owner.cell_contents = value
 
     def pop(self, key: Any, default: Any = None) -> None:
         pass
+
+
+class OfFunction:
+    """Attributes of a function (`table.cache`) and its default arguments, as a mapping."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.owner = function
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return getattr(self.owner, key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        setattr(self.owner, key, value)
+
+    def pop(self, key: Any, default: Any = None) -> None:
+        pass
+
+
+class OfClass:
+    """The values that a class holds, as a mapping with one key: a dict of them all, so that one
+    that forward adds is seen as well."""
+
+    def __init__(self, kind: type) -> None:
+        self.owner = kind
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return {k: v for k, v in vars(self.owner).items() if k[:2] != "__" and _is_value(v)}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        now = self.get(key)
+        for k in now.keys() - value.keys():
+            delattr(self.owner, k)
+        for k, v in value.items():
+            if now.get(k, MISSING) is not v:
+                setattr(self.owner, k, v)
+
+    def pop(self, key: Any, default: Any = None) -> None:
+        pass
+
+
+def _is_value(x: Any) -> bool:
+    """Whether a class holds this as a value: no method, property or other descriptor."""
+    return isinstance(x, PLAIN) or not (callable(x) or hasattr(type(x), "__get__"))
 
 
 @dataclass(frozen=True)
@@ -48,6 +92,11 @@ class Name:
     key: str
     label: str
     path: str | None = None  # of the container whose hook uses it
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The same for the same variable in every recording."""
+        return id(getattr(self.mapping, "owner", self.mapping)), self.key
 
 
 @dataclass
@@ -97,8 +146,7 @@ class Reads:
         """Variables that may be read: they are noted as they are now."""
         for name in names:
             before = freeze(name.mapping.get(name.key, MISSING), self.memo)
-            key = (id(name.mapping), name.key)
-            self.scopes[0].setdefault(key, Access(name, None, before, False, outer, outer))
+            self.scopes[0].setdefault(name.place, Access(name, None, before, False, outer, outer))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -108,14 +156,17 @@ class Reads:
         def getattribute(module: nn.Module, name: str) -> Any:
             if name in INTERNAL or name[:2] == "__" or threading.get_ident() != self.thread:
                 return object.__getattribute__(module, name)
+            own = object.__getattribute__(module, "__dict__")
+            had = name in own
             try:
                 value = object.__getattribute__(module, name)
             except AttributeError:
                 if not _registered(module, name):
                     self._note(module, name, wrote=False)
                 raise
-            own = object.__getattribute__(module, "__dict__")
-            if name in own or isinstance(value, (*PLAIN, list, dict, tuple, set)):
+            if name in own and not had:  # a functools.cached_property
+                self._note(module, name, wrote=False, new=True)
+            elif name in own or isinstance(value, (*PLAIN, list, dict, tuple, set)):
                 self._note(module, name, wrote=False)
             return value
 
@@ -135,7 +186,7 @@ class Reads:
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = plain_set  # type: ignore[method-assign]
 
-    def _note(self, module: nn.Module, name: str, *, wrote: bool) -> None:
+    def _note(self, module: nn.Module, name: str, *, wrote: bool, new: bool = False) -> None:
         key = (id(module), name)
         found = self.scopes[-1].get(key)
         by = self.running()
@@ -150,19 +201,24 @@ class Reads:
             return
         own = object.__getattribute__(module, "__dict__")
         label = f"{path}.{name}" if path else f"{type(module).__name__}.{name}"
-        before = freeze(own.get(name, MISSING), self.memo)
+        before = MISSING if new else freeze(own.get(name, MISSING), self.memo)
         self.scopes[-1][key] = Access(
             Name(own, name, label), path, before, wrote, not inside, guarded and not wrote, by
         )
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """If what runs here fails, attributes are again what they were before it."""
+        """If what runs here fails, attributes and variables are again what they were before it."""
+        memo: dict[int, Any] = {}
+        variables = [x.name for x in self.accesses if x.path is None]
+        befores = [freeze(name.mapping.get(name.key, MISSING), memo) for name in variables]
         self.scopes.append({})
         try:
             yield
         except BaseException:
             self._undo(self.scopes.pop().values())
+            for name, before in zip(variables, befores, strict=True):
+                Access(name, None, before, False, False, False).undo()
             raise
         for key, access in self.scopes.pop().items():
             earlier = self.scopes[-1].setdefault(key, access)
@@ -199,23 +255,39 @@ def variables(modules: Iterable[nn.Module]) -> list[Name]:
     """Global names and variables taken from around that the methods of these modules may read."""
     found: dict[tuple[int, str], Name] = {}
     followed: set[int] = set()
-    for kind in {type(module): None for module in modules}:
-        for base in kind.__mro__:
-            if base is nn.Module or base.__module__.partition(".")[0] in OTHERS:
-                continue
-            for method in vars(base).values():
-                for function in _functions(method):
-                    _follow(function, found, followed, None)
+    for base in _classes(modules):
+        _of_class(base, found, None)
+        for method in vars(base).values():
+            for function in _functions(method):
+                _follow(function, found, followed, None)
     return list(found.values())
+
+
+def _classes(modules: Iterable[nn.Module]) -> list[type]:
+    """The user's own classes: of these modules, and of the objects that they hold."""
+    kinds: dict[type, None] = {}
+    for module in modules:
+        kinds[type(module)] = None
+        if _of_the_user(type(module).__module__):
+            kinds |= dict.fromkeys(type(v) for k, v in vars(module).items() if k not in INTERNAL)
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
+    return [base for base in bases if base is not nn.Module and _of_the_user(base.__module__)]
+
+
+def _of_class(kind: type, found: dict[tuple[int, str], Name], path: str | None) -> None:
+    label = f"{kind.__module__}.{kind.__qualname__}"
+    found[id(kind), "__dict__"] = Name(OfClass(kind), "__dict__", label, path)
 
 
 def caches(modules: Iterable[nn.Module]) -> list[Any]:
     """The `functools.lru_cache`s that these modules may fill."""
     modules = list(modules)
-    found = [name.mapping.get(name.key) for name in variables(modules)]
-    found += [value for kind in {type(m) for m in modules} for base in kind.__mro__
-              for value in vars(base).values()]  # fmt: skip
+    names = variables(modules)
+    found = [name.mapping.get(name.key) for name in names]
+    kinds = [n.mapping.owner for n in names if isinstance(n.mapping, OfClass)]
+    found += [value for kind in kinds for value in vars(kind).values()]
     found += [value for module in modules for value in vars(module).values()]
+    found = [getattr(x, "__func__", x) for x in found]  # of a static or a class method
     return list({id(x): x for x in found if type(x) is CACHE}.values())
 
 
@@ -260,6 +332,7 @@ def _follow(
     if id(function) in followed or len(followed) > FOLLOWED:
         return
     followed.add(id(function))
+    _own(function, found, path)
     names = _names_in(function.__code__)
     for name in names:
         if name not in function.__globals__:
@@ -268,15 +341,55 @@ def _follow(
         label = f"{function.__module__}.{name}"
         if isinstance(value, types.ModuleType):
             _in_module(value, names, found, followed, path)
-        elif not isinstance(value, type):
+        elif isinstance(value, type):
+            _in_class(value, names, found, followed, path)
+        else:
             found[id(function.__globals__), name] = Name(function.__globals__, name, label, path)
-            for inner in _functions(value):
-                if _of_the_user(inner.__module__):
-                    _follow(inner, found, followed, path)
+            _follow_all(value, found, followed, path)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             label = f"{name} (of {function.__qualname__})"
             found[id(cell), name] = Name(Cell(cell), name, label, path)
+            _follow_all(Cell(cell).get(name), found, followed, path)
+
+
+def _follow_all(value: Any, found: dict[Any, Name], followed: set[int], path: str | None) -> None:
+    """A function of the user's, or those in a table of functions."""
+    values = list(value.values()) if isinstance(value, dict) else value
+    table = isinstance(values, (list, tuple)) and len(values) <= TABLE
+    for x in values if table else [value]:
+        for inner in _functions(x):
+            if _of_the_user(inner.__module__):
+                _follow(inner, found, followed, path)
+
+
+def _own(
+    function: types.FunctionType, found: dict[tuple[int, str], Name], path: str | None
+) -> None:
+    """What a function holds itself: `table.cache = {}`, `def table(n, cache={})`."""
+    label = f"{function.__module__}.{function.__qualname__}"
+    found[id(function), "__dict__"] = Name(OfFunction(function), "__dict__", label, path)
+    for key in ("__defaults__", "__kwdefaults__"):
+        defaults = getattr(function, key) or ()
+        values = defaults.values() if isinstance(defaults, dict) else defaults
+        if not all(isinstance(x, PLAIN) for x in values):
+            found[id(function), key] = Name(OfFunction(function), key, f"{label}.{key}", path)
+
+
+def _in_class(
+    kind: type,
+    names: Iterable[str],
+    found: dict[Any, Name],
+    followed: set[int],
+    path: str | None,
+) -> None:
+    """`Tables.cosines`, `Tables.of(n)`: values and methods of a class of the user's."""
+    if not _of_the_user(kind.__module__) or issubclass(kind, nn.Module):
+        return
+    _of_class(kind, found, path)
+    for name in names:
+        for inner in _functions(vars(kind).get(name)):
+            _follow(inner, found, followed, path)
 
 
 def _in_module(
@@ -292,12 +405,13 @@ def _in_module(
     entries = vars(module)
     for name in names:
         value = entries.get(name)
+        if isinstance(value, types.ModuleType) and id(value) not in followed:
+            followed.add(id(value))
+            _in_module(value, names, found, followed, path)
         functions = _functions(value)
         if functions or isinstance(value, (*PLAIN, list, dict, tuple, set)):
             found[id(entries), name] = Name(entries, name, f"{module.__name__}.{name}", path)
-        for inner in functions:
-            if _of_the_user(inner.__module__):
-                _follow(inner, found, followed, path)
+        _follow_all(value, found, followed, path)
 
 
 def _of_the_user(module: str | None) -> bool:
