@@ -19,7 +19,7 @@ from torch import nn
 from gems.errors import TraceError
 from gems.torch.calls import Record
 from gems.torch.frozen import MISSING, PLAIN, Difference, Frozen, difference, freeze
-from gems.torch.reads import Name, variables, variables_of_hooks
+from gems.torch.reads import KEPT, Name, variables, variables_of_hooks
 
 ABSENT = repeat(MISSING)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -39,7 +39,8 @@ class Guards:
         for path, names in wanted.items():
             self._attributes(path, model.get_submodule(path), names, memo)
         containers = {path: model.get_submodule(path) for path in record.containers}
-        around = (*variables(containers.values()), *variables_of_hooks(containers))
+        around = [n for n in variables(containers.values()) if not isinstance(n.mapping, KEPT)]
+        around += variables_of_hooks(containers)
         self.deep += [(n, freeze(n.mapping.get(n.key, MISSING), memo)) for n in around]
         for path, module in containers.items():
             for kind in ("_modules", *HOOKS):

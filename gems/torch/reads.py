@@ -79,6 +79,9 @@ class OfClass:
         pass
 
 
+KEPT = (OfFunction, OfClass)  # where forward keeps tables; no setting of a model
+
+
 def _is_value(x: Any) -> bool:
     """Whether a class holds this as a value: no method, property or other descriptor."""
     return isinstance(x, PLAIN) or not (callable(x) or hasattr(type(x), "__get__"))

@@ -320,6 +320,8 @@ class _Recorder(TorchFunctionMode):
             raise TraceError(
                 f"forward assigns a tensor {list(value.shape)} of {value.dtype} to the buffer "
                 f"{first}, which is {list(old.shape)} of {old.dtype}; keep shape and type"  # type: ignore
+                ", or, if it is a cache, run the model once on a real micro-batch before giving it "
+                "to GEMS"
             )
         self._add_assignment(first, value)
         module._buffers[name] = value
