@@ -228,6 +228,7 @@ def test_a_block_that_runs_on_real_numbers_finds_no_fake_tensor(how: str) -> Non
 
 WEAK: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 LOCAL = threading.local()
+MANY: dict[int, Tensor] = {-n: torch.zeros(()) for n in range(1, 1002)}  # more than are compared
 
 
 class Hidden(nn.Module):
@@ -240,15 +241,22 @@ class Hidden(nn.Module):
             if Hidden not in WEAK:
                 WEAK[Hidden] = cosines(4)
             return self.linear(x) * WEAK[Hidden]
+        if self.how == "MANY":
+            if 4 not in MANY:
+                MANY[4] = cosines(4)
+            return self.linear(x) * MANY[4]
         if not hasattr(LOCAL, "table"):
             LOCAL.table = cosines(4)
         return self.linear(x) * LOCAL.table
 
 
-@pytest.mark.parametrize("how, name", [("WEAK", "WEAK"), ("LOCAL", "a threading.local")])
+@pytest.mark.parametrize(
+    "how, name", [("WEAK", "WEAK"), ("MANY", "MANY"), ("LOCAL", "a threading.local")]
+)
 def test_a_cache_that_gems_cannot_empty_is_rejected_by_name(how: str, name: str) -> None:
     def empty_them() -> None:
         WEAK.clear()
+        MANY.pop(4, None)
         vars(LOCAL).clear()
 
     empty_them()
@@ -258,7 +266,7 @@ def test_a_cache_that_gems_cannot_empty_is_rejected_by_name(how: str, name: str)
     empty_them()
     model(torch.ones(2, 6, dtype=torch.float64))  # the remedy
     trace(model, SAMPLE)
-    if how == "WEAK":  # ranks are threads here, each with another threading.local
+    if how != "LOCAL":  # ranks are threads here, each with another threading.local
         assert_equal(planned(model, data(), TWO), plainly(model, data(), TWO.total))
     empty_them()
 
