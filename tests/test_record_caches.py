@@ -282,3 +282,26 @@ def test_a_counter_of_a_class_is_rejected() -> None:
     with pytest.raises(TraceError, match=r"runs.* in every run"):
         trace(model_of(Counts), SAMPLE)
     assert Counts.runs == 0
+
+
+class Absent:
+    """As MONAI has it in place of a package that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("no such package")
+
+
+PACKAGE = Absent()
+
+
+def test_a_name_of_a_package_that_is_not_installed_is_left_alone() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return PACKAGE.load(x) if x.shape[0] > 100 else self.linear(x) * Tables.of(4)
+
+    trace(model_of(Optional), SAMPLE)
+    assert not Tables.kept

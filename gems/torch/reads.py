@@ -290,7 +290,7 @@ def caches(modules: Iterable[nn.Module]) -> list[Any]:
     kinds = [n.mapping.owner for n in names if isinstance(n.mapping, OfClass)]
     found += [value for kind in kinds for value in vars(kind).values()]
     found += [value for module in modules for value in vars(module).values()]
-    found = [getattr(x, "__func__", x) for x in found]  # of a static or a class method
+    found = [_part(x, "__func__", x) for x in found]  # of a static or a class method
     return list({id(x): x for x in found if type(x) is CACHE}.values())
 
 
@@ -316,14 +316,23 @@ def _functions(thing: Any) -> list[types.FunctionType]:
         return _functions(thing.func)
     if isinstance(thing, property):
         return [f for part in (thing.fget, thing.fset) if part for f in _functions(part)]
-    thing = getattr(thing, "__func__", thing)
+    thing = _part(thing, "__func__", thing)
     seen: set[int] = set()
-    while hasattr(thing, "__wrapped__") and id(thing) not in seen:
+    while (inner := _part(thing, "__wrapped__")) is not None and id(thing) not in seen:
         seen.add(id(thing))
         if isinstance(thing, types.FunctionType):  # a decorator's own variables count, too
-            return [thing, *_functions(getattr(thing, "__wrapped__"))]  # noqa: B009
-        thing = thing.__wrapped__
+            return [thing, *_functions(inner)]
+        thing = inner
     return [thing] if isinstance(thing, types.FunctionType) else []
+
+
+def _part(thing: Any, name: str, default: Any = None) -> Any:
+    """An attribute of anything; what stands for a package that is not installed raises its own
+    errors (MONAI's optional imports)."""
+    try:
+        return getattr(thing, name, default)
+    except Exception:
+        return default
 
 
 def _follow(
