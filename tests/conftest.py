@@ -34,7 +34,8 @@ _seed = torch.manual_seed
 
 def _seed_of_one_thread(seed: int) -> Any:
     """Ranks that are threads share torch's generator: a test that seeds it on several of them and
-    then draws weights is right or wrong by chance. Draw before the ranks start."""
+    then draws weights is right or wrong by chance. Draw before the ranks start, or with
+    `tests.exact.drawing`."""
     thread, caller = threading.current_thread().name, sys._getframe(1).f_code.co_filename
     alone = not thread.startswith("rank ") or thread.endswith(" of 1")
     assert alone or not caller.startswith(_HERE), f"{caller} seeds torch on {thread}"

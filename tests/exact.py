@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry import cuts
 from gems.plans import Plan
 from gems.torch.calls import Call, Record
+from gems.torch.random import _lock
 from gems.torch.record import record
 from gems.torch.trainer import Trainer
 from gems.transport.core import Transport
@@ -36,6 +38,14 @@ class Outcome:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     timeline: Any = None
     updated: list[bool] = field(default_factory=list)
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Around weights that a rank draws: ranks that are threads share torch's generator."""
+    with _lock:
+        torch.random.manual_seed(seed)
+        yield
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

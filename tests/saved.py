@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from gems.plans import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.local import run
-from tests.exact import Recordings, batches
+from tests.exact import Recordings, batches, drawing
 
 Tensor = torch.Tensor
 ONE = Plan(stages=1, micro_batches=4, schedule="sequential")
@@ -26,7 +25,6 @@ GEMS = Plan(stages=3, replications=2, schedule="gems")
 COPIES = Plan(stages=2, micro_batches=2, data=2)
 HALVES = Plan(stages=2, micro_batches=4, spatial=[(1, 2)])
 TILES = Plan(stages=2, micro_batches=4, spatial=[(2, 2)])
-_drawing = threading.Lock()
 
 
 class Net(nn.Module):
@@ -45,8 +43,7 @@ class Net(nn.Module):
 
 
 def network(seed: int = 0, kind: type[nn.Module] = Net, dtype: Any = torch.float64) -> nn.Module:
-    with _drawing:
-        torch.manual_seed(seed)
+    with drawing(seed):
         return kind().to(dtype)
 
 

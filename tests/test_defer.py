@@ -127,6 +127,26 @@ def test_a_module_with_hooks_is_not_deferred_even_if_they_came_later(kind: str) 
     assert not ledger.page and module.weight.grad is not None
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_that_forward_puts_on_the_result_changes_the_deferred_gradient_too(
+    first: bool,
+) -> None:
+    """Story: ours was there first, and saw the gradient before the user's had changed it."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 4).double(), torch.randn(2, 3, dtype=torch.float64)
+    twin, ledger = copy.deepcopy(module), Ledger()
+    run = ledger.deferral(module)
+    assert run is not None
+    ledger.page = []
+    for work in (run, twin):
+        y = work(x.clone().requires_grad_(not first))
+        y.register_hook(lambda g: 0.5 * g)
+        y.square_().sum().backward()
+    settle(ledger.page)
+    assert module.weight.grad is not None and twin.weight.grad is not None
+    assert torch.equal(module.weight.grad, twin.weight.grad)
+
+
 def test_without_a_page_a_deferral_is_the_module_itself() -> None:
     module = nn.Linear(3, 4)
     run = Ledger().deferral(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -133,6 +134,16 @@ def framed(text: str, more: bytes = b"") -> bytes:
 )
 def test_forged_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(Malformed):
+        unpack(data)
+
+
+@pytest.mark.parametrize("tag", ["tensor", "bytes"])
+def test_a_few_bytes_do_not_become_many_values(tag: str) -> None:
+    """A thousand tensors of the same megabyte once took a gigabyte."""
+    one = {"$tensor": ["uint8", [1 << 20], 0]} if tag == "tensor" else {"$bytes": [0, 1 << 20]}
+    text = json.dumps([one] * 1000).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(1 << 20)
+    with pytest.raises(Malformed, match="several values of the same bytes"):
         unpack(data)
 
 

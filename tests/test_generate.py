@@ -49,6 +49,27 @@ def test_a_slice_without_samples_is_no_trouble_to_any_layer(kind: str) -> None:
         assert not verdict.failed, f"{seed}: {verdict.kind}: {verdict.text}\n{verdict.trace}"
 
 
+FROZEN = [
+    {"stages": 2, "micro_batches": 2, "schedule": "sequential", "bidirectional": True},
+    {"stages": 1, "micro_batches": 2, "schedule": "sequential", "spatial": ((1, 2),)},
+    {"stages": 1, "micro_batches": 1, "schedule": "sequential", "data": 2, "zero": 1},
+    {"stages": 1, "micro_batches": 1, "schedule": "sequential", "data": 2, "zero": 3},
+    {"stages": 2, "micro_batches": 2, "schedule": "gpipe", "offload": ("weights:host",)},
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", FROZEN, ids=str)
+def test_a_weight_that_is_frozen_between_two_accumulated_steps_keeps_its_gradient(
+    plan: dict[str, object], tied: bool
+) -> None:
+    pieces = (Piece("convolution", 3, "freezes_later"), Piece("convolution", 3))
+    traits = frozenset({"tied"} if tied else ())
+    model = Model(seed=1, shape=(4, 6, 6), pieces=pieces, traits=traits)
+    verdict = judge(Case("frozen", model, plan, batches=(4, 4, 4, 4), accumulate=2))
+    assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}"
+
+
 class Unseen(nn.Module):
     """A view that no gradient goes through, used by both stages."""
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from gems.plans import Plan
 from gems.torch.absent import PATTERN, absent, is_absent
 from gems.transport.core import Transport
-from tests.exact import join, plainly, same_state
+from tests import exact
+from tests.exact import assert_equal, batches, join, plainly, same_state
 from tests.test_zero import planned, stepped
 from tests.worlds import spawn
 
@@ -294,6 +295,80 @@ def test_on_tiles_too(name: str, loss: str) -> None:
     same_state(found.state, expected.state)
 
 
+class Clips(nn.Module):
+    """A module of a user's, which runs whole, with or without a backward of its own."""
+
+    def __init__(self, clips: bool) -> None:
+        super().__init__()
+        self.inner, self.clips = nn.Conv2d(2, 2, 1), clips
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) if float(x.detach().sum()) > -1e9 else x
+        return Passed.apply(y) if self.clips else y
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        return gradients[0].clamp(-1, 1)
+
+
+BEFORE: dict[str, Callable[[], nn.Module]] = {
+    "convolution": lambda: nn.Conv2d(2, 2, 3, padding=1),
+    "wide": lambda: nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 5, padding=2)),
+    "norm": lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)),
+    "group norm": lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.GroupNorm(1, 2)),
+    "pool": lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(3, 1, 1)),
+    "strided": lambda: nn.Sequential(nn.Conv2d(2, 2, 2, 2), nn.Upsample(scale_factor=2)),
+    "bilinear": lambda: nn.Sequential(
+        nn.Conv2d(2, 2, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear")
+    ),
+    "whole": lambda: nn.Sequential(nn.Conv2d(2, 2, 1), Clips(False)),
+    "own backward": lambda: nn.Sequential(nn.Conv2d(2, 2, 1), Clips(True)),
+    "pooled": lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(2, 2, 1)),
+    "reflected": lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"),
+}
+
+
+class Unpassing(nn.Module):
+    """A branch of some layers that gets no gradient, beside one that does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem, self.other = nn.Conv2d(2, 2, 3, padding=1), BEFORE[kind]()
+        self.main, self.end = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        return {"end": self.end(Unpassed.apply(self.other(x), self.main(x)))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep"), [*((kind, "all") for kind in BEFORE), ("norm", "inputs"), ("whole", "inputs")]
+)
+def test_on_tiles_a_function_that_gives_no_gradient_gives_none(kind: str, keep: str) -> None:
+    """None once became zeros on its way through what tiles exchange, so that weight decay and
+    momentum moved weights that the plain model leaves alone."""
+    plan = Plan(stages=1, micro_batches=2, spatial=(2, 1), keep=keep)
+    draw = torch.Generator().manual_seed(3)
+    make = lambda: torch.randn(3, 2, 6, 6, generator=draw, dtype=torch.float64)  # noqa: E731
+    steps = [(make(), make()) for _ in range(2)]
+    torch.manual_seed(0)
+    model = Unpassing(kind).double()
+    expected = plainly(model, steps, plan.total, LOSSES["end"], sgd)
+    before = model.state_dict()
+    moved = [n for n, _ in model.other.named_parameters(prefix="other")
+             if not torch.equal(expected.state[n], before[n])]  # fmt: skip
+    assert bool(moved) == (kind == "own backward")  # which makes zeros of none
+    found = planned(model, steps, plan, LOSSES["end"], sgd)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+    same_state(found.state, expected.state)
+
+
 # --- statistics inside torch.utils.checkpoint -----------------------------------------------------
 
 
@@ -312,3 +387,26 @@ def test_statistics_inside_a_checkpoint_region_are_said_to_be_updated_once(caplo
     found = planned(Region().double(), data(0, 6), Plan(micro_batches=1), LOSSES["end"], sgd)
     assert "norm: running statistics inside torch.utils.checkpoint" in caplog.text
     assert found.state["norm.num_batches_tracked"] == 4
+
+
+def test_a_checkpoint_region_that_ends_in_noise_has_the_gradient_of_its_noise() -> None:
+    """Story: torch stops recomputing as soon as a tensor is saved, and RReLU saves its noise before
+    it has drawn it. Plain torch's gradient is made of whatever was in that memory."""
+
+    class Noisy(nn.Module):
+        def __init__(self, region: bool) -> None:
+            super().__init__()
+            self.first, self.noise, self.last = nn.Linear(6, 40), nn.RReLU(), nn.Linear(40, 5)
+            self.region = region
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            x = checkpoint(self.noise, x, use_reentrant=False) if self.region else self.noise(x)
+            return self.last(x)
+
+    torch.manual_seed(0)
+    with_region, without = Noisy(True).double(), Noisy(False).double()
+    without.load_state_dict(with_region.state_dict())
+    data = batches((4, 6), 5, 2, torch.float64)
+    plan = Plan(stages=2, micro_batches=2)
+    assert_equal(exact.planned(with_region, data, plan), exact.planned(without, data, plan))

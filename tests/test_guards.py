@@ -182,7 +182,6 @@ class Held(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 5)
         self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
         self.register_buffer("c", torch.randn(4))
@@ -236,7 +235,9 @@ def _copied(model: Any) -> Any:
 
     class Anew(Held):
         def __deepcopy__(self, memo: Any) -> Any:
-            return Held(self.how)
+            made = Held(self.how)
+            made.load_state_dict(self.state_dict())
+            return made
 
     model.__class__ = Anew
     return model
@@ -569,6 +570,30 @@ def test_hooks_of_tensors(held: bool, plan: Plan) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), TensorHook(held), nn.Linear(4, 5)).double()
     assert_exact(model, plan)
+
+
+class HookedSkip(nn.Module):
+    """A tensor with a hook that two later layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        if y.requires_grad:
+            y.register_hook(lambda g: g / (1 + g.norm()))
+        return self.c(self.b(y).tanh() + y)
+
+
+@pytest.mark.parametrize("keep", ["all", "inputs", [["b"]] * 9])
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_a_hook_sees_all_of_a_gradient_wherever_stages_end(stages: int, keep: Any) -> None:
+    """Story: hook and tensor were on two stages, and what the third one sent back passed it by."""
+    torch.manual_seed(0)
+    keep = keep if isinstance(keep, str) else keep[:stages]
+    plan = Plan(stages=stages, micro_batches=2, schedule="gpipe", keep=keep)
+    assert_exact(HookedSkip().double(), plan)
 
 
 def test_a_gradient_inside_of_forward_runs_as_it_is() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from torch import nn
 
 from gems.plans import Plan
-from tests.exact import batches, plainly
+from gems.torch.trainer import Trainer
+from gems.transport.local import run
+from tests.exact import batches, micro_batches, plainly, same_state
 from tests.test_zero import assert_same, planned
 
 PLANS = {
@@ -59,3 +63,49 @@ def test_channels_last_weights_train_as_plainly(plan: str, optimizer: str) -> No
     data = batches((4, 3, 8, 8), 5, 3, torch.float64)
     found = planned(model, data, PLANS[plan], make=make)
     assert_same(found, plainly(model, data, PLANS[plan].total, make=make))
+
+
+RELOADED = {
+    "from one rank to a pipeline": (Plan(stages=1), Plan(stages=2, micro_batches=2)),
+    "from a pipeline to one rank": (Plan(stages=2, micro_batches=2), Plan(stages=1)),
+    "to sharded state": (Plan(stages=1), Plan(stages=1, data=2, zero=1)),
+    "to weights on the host": (Plan(stages=1), Plan(stages=2, offload=("weights:host",))),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plans", RELOADED)
+def test_channels_last_weights_train_on_as_plainly_after_loading(
+    plans: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Story: loaded state was row by row, whatever the weight's format was."""
+    kind, options = OPTIMIZERS[optimizer]
+    torch.manual_seed(0)
+    model = Tied().double().to(memory_format=torch.channels_last)
+    make = lambda p: kind(p, **options)  # noqa: E731
+    data = batches((4, 3, 8, 8), 5, 4, torch.float64)
+    before, after = RELOADED[plans]
+    counts = [before.total] * 2 + [after.total] * 2
+    plain = copy.deepcopy(model)
+    plainly_by = make(plain.parameters())
+    for (images, labels), count in zip(data, counts, strict=True):
+        for x, y, share in micro_batches(images, labels, count):
+            (nn.functional.cross_entropy(plain(x), y) * share).backward()
+        plainly_by.step()
+        plainly_by.zero_grad()
+
+    def part(transport: Any, plan: Plan, steps: list[Any], first: bool) -> Any:
+        sample = torch.empty(4 // plan.total, 3, 8, 8, dtype=torch.float64)
+        loss, mine = nn.functional.cross_entropy, copy.deepcopy(model)
+        trainer = Trainer(mine, loss, make, sample, plan, transport=transport)
+        if not first:
+            trainer.load(tmp_path / "saved")
+        for x, y in steps:
+            trainer.step(x, y)
+        if first:
+            trainer.save(tmp_path / "saved")
+        return trainer.state_dict()
+
+    run(before.world, lambda t: part(t, before, data[:2], True))
+    for state in run(after.world, lambda t: part(t, after, data[2:], False)):
+        same_state(state, plain.state_dict())

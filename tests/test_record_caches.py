@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gems.errors import TraceError
 from gems.plans import Plan
+from gems.torch.frozen import ENTRIES
 from gems.torch.trace import trace
 from tests.changes import TWO, TWO_WAYS, data, plainly, planned
 from tests.exact import assert_equal
@@ -228,7 +229,7 @@ def test_a_block_that_runs_on_real_numbers_finds_no_fake_tensor(how: str) -> Non
 
 WEAK: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
 LOCAL = threading.local()
-MANY: dict[int, Tensor] = {-n: torch.zeros(()) for n in range(1, 1002)}  # more than are compared
+MANY = dict.fromkeys(range(-ENTRIES - 1, 0), torch.zeros(()))  # more than are compared
 
 
 class Hidden(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from gems.errors import GemsError, LossError, PlanError, TraceError
 from gems.plans import Plan
@@ -251,6 +252,66 @@ def test_masks_and_branches_of_a_part_are_one_block_of_it(how: str, plan: Plan) 
     assert_exact(nn.Sequential(Inner(), nn.Tanh(), nn.Linear(4, 5).double()), plan)
 
 
+def test_statistics_of_a_module_that_looks_at_values_are_updated_once_when_it_is_recomputed() -> (
+    None
+):
+    """Story: batch norm changes them without a new version, so nobody knew that they change."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.linear(x))
+            return y if float(y.detach().sum()) > 0 else y * 0.5
+
+    torch.manual_seed(0)
+    plan = Plan(stages=2, micro_batches=1, schedule="gpipe", keep="inputs")
+    assert_exact(nn.Sequential(Looks(), nn.Linear(6, 5)).double(), plan)
+
+
+def test_a_reentrant_region_without_gradients_before_it_trains_nothing_as_in_plain() -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.inside, x, use_reentrant=True))
+
+    torch.manual_seed(0)
+    for plan in (ONE, TWO):
+        assert_exact(Region().double(), plan)
+
+
+class Branch(nn.Module):
+    """Whether a gradient comes back through it depends on the numbers of the sample."""
+
+    def __init__(self, how: str, sign: float) -> None:
+        super().__init__()
+        self.how, self.sign, self.layer = how, sign, nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.sign * float(x.detach()[0, 0]) > 0:
+            return y
+        return {"input": x, "detached": y.detach(), "new": torch.ones_like(y)}[self.how]
+
+
+@two_plans
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", ["input", "detached", "new"])
+def test_a_branch_that_trains_nothing_is_not_taken_for_all_of_them(
+    how: str, first: bool, sign: float, plan: Plan
+) -> None:
+    """Recorded by the one branch or the other: two samples of opposite signs tell them apart."""
+    torch.manual_seed(0)
+    before = nn.Identity() if first else nn.Linear(6, 6).double()
+    assert_exact(nn.Sequential(before, Branch(how, sign), nn.Linear(6, 5).double()), plan)
+
+
 def test_a_mask_among_the_inputs() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -311,6 +372,17 @@ NORMED = [
 def test_buffers_that_no_sample_changes_may_be_on_several_replicas(kind: str, plan: Plan) -> None:
     """Spectral norm: each forward takes one step of its power iteration, whoever runs it."""
     assert_exact(normed(kind), plan, made=data(3, 8))
+
+
+def test_a_replica_that_runs_no_sample_changes_such_buffers_too() -> None:
+    """Story: its weights were offloaded, and never loaded in a step without work for it."""
+    torch.manual_seed(0)
+    normed = parametrizations.spectral_norm(nn.Linear(6, 4)).double()
+    model = nn.Sequential(normed, nn.Tanh(), nn.Linear(4, 5).double())
+    plan = Plan(
+        stages=2, micro_batches=1, bidirectional=True, schedule="sequential", offload="weights"
+    )
+    assert_exact(model, plan)
 
 
 def test_a_buffer_that_samples_change_is_still_refused() -> None:

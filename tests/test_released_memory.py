@@ -206,3 +206,116 @@ def test_backward_finds_what_forward_saved_of_it() -> None:
     q = nn.Parameter(memory)
     ((x @ q.t()).tanh() @ q).sum().backward()
     assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+
+
+# --- views that a hook kept -----------------------------------------------------------------------
+
+
+VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "view": lambda p: p.view(-1),
+    "detached": lambda p: p.detach(),
+    "data": lambda p: p.data[1:],
+    "in a list": lambda p: [{"w": p.t()}],
+}
+
+
+def keep_views(plan: Plan) -> None:
+    """Two steps with hooks that keep views of weights; each is used afterwards."""
+    model = network()
+    expected = plainly(model, data(), plan.total, make=adam).state
+
+    def work(transport: Transport) -> Any:
+        mine, kept = copy.deepcopy(model), []
+
+        def hook(module: Any, args: Any) -> None:
+            if module.weight.is_cpu and type(module.weight) is nn.Parameter:
+                kept.extend((name, view(module.weight)) for name, view in VIEWS.items())
+
+        for module in mine:
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(hook)
+        sample = torch.empty(2, 3, 2, 2).double()
+        loss = nn.functional.cross_entropy
+        trainer = Trainer(mine, loss, adam, sample, plan, transport=transport)
+        for x, y in data():
+            del kept[:-8]
+            trainer.step(x, y)
+            assert kept, "no hook ran"
+            for name, view in kept:
+                view = view[0]["w"] if isinstance(view, list) else view
+                try:
+                    view.sum().item()
+                except GemsError as error:
+                    assert "kept as a view of weights past the step; clone it" in str(error)
+                else:
+                    raise AssertionError(f"{name} was read")
+        return trainer.state_dict()
+
+    for state in run(plan.world, work):
+        same_state(state, expected)
+
+
+def kept_views() -> None:
+    for name in ("zero=3", "weights on the host", "weights on disk"):
+        print(name, flush=True)
+        keep_views(PLANS[name])
+
+
+def test_a_view_of_a_weight_that_a_hook_keeps_raises_after_the_step() -> None:
+    """It was a crash, or numbers of what the memory was used for next."""
+    program = f"import warnings; warnings.simplefilter('ignore'); import {__name__} as t;"
+    command = [sys.executable, "-X", "faulthandler", "-c", f"{program} t.kept_views()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr[-3000:]}"
+
+
+# --- values that are weights ----------------------------------------------------------------------
+
+
+class Handed(nn.Module):
+    """A weight, or a view of one, leaves the stage that has it and is used by a later one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+        self.last, self.how = nn.Linear(6, 3), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1))
+        if self.how == "view":
+            handed = self.scale.view(1, -1)
+        else:
+            handed = self.scale[None] if self.how == "index" else self.scale.detach()
+        return self.last(self.second(x).tanh() * handed)
+
+
+@pytest.mark.parametrize("how", ["view", "index", "detach"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(stages=4, schedule="gpipe", micro_batches=2, offload="weights"),
+        Plan(stages=4, schedule="gpipe", micro_batches=2, offload="weights:disk"),
+        Plan(stages=4, schedule="gpipe", micro_batches=2, data=2, zero=3),
+        Plan(stages=4, ranks=1, schedule="l2l", micro_batches=2, offload="weights"),
+        Plan(stages=4, ranks=1, schedule="sequential", micro_batches=2, offload="weights:disk"),
+    ],
+    ids=("offload to the host", "offload to disk", "zero=3", "l2l", "sequential, to disk"),
+)
+def test_a_weight_that_is_sent_on_is_there_after_its_stage_has_dropped_it(
+    plan: Plan, how: str
+) -> None:
+    torch.manual_seed(0)
+    model = Handed(how).double()
+    expected = plainly(model, data(), plan.total, make=adam)
+
+    def work(transport: Transport) -> Any:
+        loss, sample = nn.functional.cross_entropy, torch.empty(2, 3, 2, 2).double()
+        trainer = Trainer(copy.deepcopy(model), loss, adam, sample, plan, transport=transport)
+        losses = [trainer.step(x, y).loss for x, y in data()]
+        assert trainer.predict(data()[0][0]) is not None
+        return losses, trainer.state_dict()
+
+    for losses, state in run(plan.world, work):
+        assert losses == pytest.approx(expected.losses, rel=1e-10)
+        same_state(state, expected.state)

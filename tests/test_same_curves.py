@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from gems.torch.losses import loss
 from gems.torch.metrics import Scores
 from gems.torch.trainer import Trainer
 from gems.transport.local import run
-from tests.exact import Recordings
+from tests.exact import Recordings, drawing
 from tests.runs import Run, on_ranks, trained
 
 STEPS, BATCH, TILE = 20, 8, 32
@@ -34,7 +33,6 @@ PLANS = {
     "both directions": Plan(stages=2, replications=1, schedule="gems"),
     "tiles, then a stage": Plan(stages=2, micro_batches=2, spatial=[(2, 1)]),
 }
-_building = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Task:
     rate: float
 
     def model(self) -> torch.nn.Module:
-        with _building:
-            torch.manual_seed(0)
+        with drawing(0):
             return build(self.network, **dict(self.options)).double()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from gems.errors import PlanError
 from gems.plans import Plan
@@ -22,7 +22,7 @@ from gems.torch.trainer import Trainer
 from gems.transport.local import run
 from tests import exact
 from tests.exact import alone as planned_alone
-from tests.exact import assert_equal, plainly, planned, sgd
+from tests.exact import assert_equal, drawing, plainly, planned, sgd
 from tests.spatial import Plain
 
 Tensor = torch.Tensor
@@ -280,15 +280,11 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-seeding = threading.Lock()
-
-
 def trained(make: Callable[[], nn.Module], plan: Plan, batch: int = 2) -> dict[str, Tensor]:
     """The model after two steps under a plan, from the same weights every time."""
 
     def work(transport: Any) -> dict[str, Tensor]:
-        with seeding:  # ranks that are threads share torch's generator
-            torch.manual_seed(3)
+        with drawing(3):
             model = Small(make()).double()
         sample = torch.empty(batch, *SHAPE[1:]).double()
         trainer = Trainer(model, F.cross_entropy, sgd, sample, plan, transport=transport)
@@ -422,3 +418,53 @@ def test_cells_that_count_are_counted_exactly_in_bfloat16() -> None:
     found = planned(model, [(x, y)], plan, F.cross_entropy, precision="bf16")
     theirs = planned_alone(model, [(x, y)], 1, F.cross_entropy, precision="bf16")
     assert found.losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
+class Hooks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        if x.requires_grad:
+            x.register_hook(lambda g: g / (1 + g.norm()))
+        return x
+
+
+def test_a_hook_that_forward_puts_on_a_tile_is_rejected() -> None:
+    """Story: it was put on a gathered copy that nothing reads, and never ran."""
+    model = nn.Sequential(conv(3, 4), Hooks(), nn.Flatten(), nn.Linear(4 * 5 * 4, 4)).double()
+    data = images_and("classes", (2,), torch.float64)
+    with pytest.raises(PlanError, match=r"puts a hook on a tensor of which each rank has a tile"):
+        planned(model, data, Plan(stages=1, spatial=(2, 1), schedule="sequential"))
+    after = Plan(stages=[["0"], ["1", "2", "3"]], spatial=[(2, 1)], schedule="sequential")
+    assert_equal(planned(model, data, after), plainly(model, data, after.total))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(stages=1, spatial=(3, 1), schedule="sequential"),
+        Plan(stages=1, spatial=(3, 1), schedule="sequential", keep="inputs"),
+        Plan(stages=1, spatial=(3, 1), schedule="sequential", keep=["0"]),
+        Plan(stages=2, spatial=[(3, 1)], micro_batches=2),
+    ],
+)
+def test_a_rank_without_cells_comes_to_the_exchanges_of_a_checkpoint_region(
+    plan: Plan, reentrant: bool
+) -> None:
+    """Story: torch recomputes where a saved tensor is asked for, and it had saved none."""
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = conv(4, 4), conv(4, 4)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.last(F.interpolate(self.first(x), (2, 7), mode="bicubic"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(3, 4), Region(), nn.Flatten(), nn.Linear(4 * 2 * 7, 4)).double()
+    data = images_and("classes", (2, 2), torch.float64)
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))

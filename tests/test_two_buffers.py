@@ -406,6 +406,34 @@ def test_a_copy_with_another_batch_is_told_before_it_makes_an_update() -> None:
         on_ranks(plan, work)
 
 
+@pytest.mark.parametrize("odd", range(3))
+@pytest.mark.parametrize("calls", [("flush", "step"), ("step", "flush")])
+@pytest.mark.parametrize("name", ["stages", "copies"])
+def test_a_flush_beside_a_step_is_noticed_by_every_rank(
+    odd: int, calls: tuple[str, str], name: str
+) -> None:
+    """One rank of three is in the first call, the others in the second. Once only the stages behind
+    noticed, and the others waited for them or went on."""
+    plan = {"stages": THREE, "copies": Plan(micro_batches=2, data=3, schedule="2bw")}[name]
+    found = [""] * 3
+
+    def work(trainer: Trainer) -> None:
+        for batch in DATA[:3]:
+            trainer.step(*batch)
+        mine = calls[trainer.rank != odd]
+        with pytest.raises(GemsError) as caught:
+            for _ in range(3):  # copies alone may go on for a window
+                trainer.flush() if mine == "flush" else trainer.step(*DATA[3])
+                mine = "step"
+        found[trainer.rank] = str(caught.value)
+        with pytest.raises(GemsError, match="failed in the middle of a step"):
+            trainer.step(*DATA[4])
+
+    on_ranks(plan, work)
+    for text in found:
+        assert "ranks are in different calls" in text and f"rank {odd}: {calls[0]}" in text, found
+
+
 def test_a_trainer_that_failed_says_so() -> None:
     calls = []
 

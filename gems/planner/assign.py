@@ -70,7 +70,9 @@ def stages_by_name(
 ) -> list[int]:
     """A name covers its module and all inside; what no name covers goes with the block before it.
 
-    With `known`, each name must cover something. (Another input shape may lack a few blocks.)
+    With `known`, each name must cover something. (Another input shape may lack a few blocks; in
+    another mode a function may be called less often, and the second call have the first one's
+    name: what reads a later stage's value and has no weights then goes there.)
     """
     listed = {name: stage for stage, group in enumerate(names) for name in group}
     found = [f"{n!r} is in two stages" for n in _twice(names)]
@@ -88,11 +90,20 @@ def stages_by_name(
     found += [
         f"stage {stage} has no blocks" for stage in range(len(names)) if stage not in stage_of
     ]
+    if not known:
+        _move_on(graph, stage_of)
     if not found:
         found = _backwards(graph, stage_of)
     if found:
         raise PlanError(faults("these stages do not fit the model:", found))
     return stage_of
+
+
+def _move_on(graph: Graph, stage_of: list[int]) -> None:
+    for i, block in enumerate(graph.blocks):
+        if not block.parameters and not block.buffers:
+            sources = (graph.producer.get(name) for name in block.reads)
+            stage_of[i] = max((stage_of[i], *(stage_of[b] for b in sources if b is not None)))
 
 
 def _twice(names: Sequence[Sequence[str]]) -> list[str]:
@@ -117,7 +128,7 @@ def _backwards(graph: Graph, stage_of: list[int]) -> list[str]:
             if source is not None and stage_of[source] > stage_of[i]:
                 found.append(
                     f"{block.name} of stage {stage_of[i]} reads {name} of stage "
-                    f"{stage_of[source]}; stages are listed in the order the data visits them"
+                    f"{stage_of[source]}; list stages in the order that the data visits them"
                 )
         for name in block.mutates:
             late = [

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from gems.errors import PlanError, ShapeError
+from gems.errors import PlanError, ShapeError, TraceError
 from gems.machine import Machine
 from gems.plans import ENDLESS, Plan
 from gems.schedule.core import Action, Kind, Message
@@ -138,6 +138,8 @@ class TorchAdapter:
         self.home, self.unmade = home, unmade
         self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
         self.wants_norm = False
+        self.update = True
+        self.window: set[int] = set()  # parameters that were trained since the last update
         self.penalty: Penalty | None = None
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
@@ -173,6 +175,11 @@ class TorchAdapter:
     ) -> None:
         """Get ready for a step. A micro-batch's loss weighs its share of samples times `scale`."""
         self.batch, self.step, self.training = batch, step, training
+        if training:
+            if self.update:  # of the step before: a new window of accumulated gradients begins
+                self.window.clear()
+            trained = (p for p in self.parameters_here if p.requires_grad)
+            self.window.update(map(id, trained))
         self.scale, self.update = scale, update
         self.kept: dict[tuple[int, int], Kept] = {}
         self.losses: list[tuple[int, Tensor]] = []
@@ -451,6 +458,8 @@ class TorchAdapter:
         with self._around(bound, slabs, kept.page if keeps else None, bundle):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
+            if stage in self.shards:
+                results = self.shards[stage].apart(results)
             if stage == self.plan.depth - 1:
                 self._arrive(cut, i, results, kept, bound)
         if keeps:
@@ -458,6 +467,13 @@ class TorchAdapter:
             kept.edges = {
                 n: get_gradient_edge(t) for n, t in results.items() if n in sent and _leads_back(t)
             }
+            for name in kept.edges:
+                if not cut.trace.graph.value[name].grad:
+                    raise TraceError(
+                        f"{name} wants a gradient in this step, and did not when the model was "
+                        "recorded, so none would come back for it; let forward compute it in the "
+                        "same way for every sample, or give the model as a list of stages"
+                    )
             self._count(cut, stage, i, slabs)
             if stage in cut.streamed:
                 self.stash_bytes[stage, i] = self._kept_by_stream(cut, stage, results)
@@ -581,6 +597,7 @@ class TorchAdapter:
                 if is_absent(gradient):
                     continue
                 summed[name] = summed[name] + gradient if name in summed else gradient
+        self._agree_on_absence(stage, i, summed)
         roots = [edge for name, edge in kept.edges.items() if name in summed]
         seeds: list[Tensor | None] = [summed[name] for name in kept.edges if name in summed]
         if kept.loss is not None and kept.loss.requires_grad:
@@ -603,6 +620,23 @@ class TorchAdapter:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
                 found[name] = self._absent(i, stage, name)
         return found
+
+    def _agree_on_absence(self, stage: int, i: int, summed: dict[str, Tensor]) -> None:
+        """A rank whose tile has no cells cannot see whether a gradient exists. The spatial group
+        decides together: all run backward through it, or none."""
+        cut = self.of[i]
+        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+        if bound is None or stage == self.plan.depth - 1:
+            return
+        wanted = [n for n in cut.sent(stage) if cut.trace.graph.value[n].grad]
+        unseen = [n for n in wanted if bound.somewhere_empty(n)]
+        if not unseen:
+            return
+        seen = [float(n in summed and summed[n].numel() > 0) for n in unseen]
+        counts = bound.team.total(torch.tensor(seen, device=self.device)).tolist()
+        for name, count in zip(unseen, counts, strict=True):
+            if not count:
+                summed.pop(name, None)
 
     def _penalise(
         self, penalty: Penalty, stage: int, i: int, roots: list[Any], seeds: list[Any]
@@ -702,7 +736,12 @@ class TorchAdapter:
 
     def _trainable(self, name: str) -> nn.Parameter | None:
         p = self.weights[name]
-        return p if isinstance(p, nn.Parameter) and p.requires_grad else None
+        return p if isinstance(p, nn.Parameter) and self.trains(p) else None
+
+    def trains(self, p: nn.Parameter) -> bool:
+        """Whether a parameter may have a gradient: also one that was frozen since the last update,
+        whose accumulated gradient plain training applies all the same."""
+        return p.requires_grad or id(p) in self.window
 
     def bucket(self, stage: int) -> list[Tensor]:
         self._place(stage)
@@ -732,6 +771,8 @@ class TorchAdapter:
         return shard.memory, []
 
     def drop(self, stage: int) -> None:
+        if stage in self.advances:  # also on a rank that ran no sample
+            self.advances[stage].prepare()
         if stage in self.shards:
             self.shards[stage].release()
 
@@ -782,7 +823,12 @@ class TorchAdapter:
     def settle_alone(self) -> None:
         """Statistics of stages that this rank holds alone, but saw out of order; and buffers that
         every replica changes by itself."""
-        for advance in self.advances.values():
+        for stage, advance in self.advances.items():
+            shard = self.shards.get(stage)
+            if not advance.states and shard is not None and shard.at_home:
+                for handle in shard.gather():  # its replica had nothing to do in this step
+                    handle.wait()
+                self.drop(stage)
             advance.finish()
         for stage, statistics in self.statistics.items():
             if len(self.plan.holders[stage]) == 1:

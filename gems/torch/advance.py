@@ -98,13 +98,15 @@ class Advance:
 
     def begin(self, position: int) -> None:
         """Have the buffers as they are when this micro-batch begins."""
-        self._install(self._states()[position])
+        self.prepare()
+        self._install(self.states[position])
 
     def finish(self) -> None:
-        self._install(self._states()[self.n])
+        self.prepare()
+        self._install(self.states[self.n])
 
-    def _states(self) -> list[list[torch.Tensor]]:
-        """All at once: weights may be gone later."""
+    def prepare(self) -> None:
+        """Compute what the buffers will be, all at once: weights may be gone later."""
         if not self.states:
             with torch.no_grad():
                 self.states.append(self._now())
@@ -112,7 +114,6 @@ class Advance:
                     for update in self.updates:
                         update()
                     self.states.append(self._now())
-        return self.states
 
     def _now(self) -> list[torch.Tensor]:
         return [module._buffers[key].detach().clone() for module, key in self.buffers]  # type: ignore

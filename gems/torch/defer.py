@@ -1,7 +1,7 @@
 """Put weight gradients off: backward gives input gradients first (I), weight gradients later (W).
 
 A deferred module runs on detached weights, so autograd computes only what goes on towards the
-input, with the same kernels. A hook on its output notes input and output gradient in the ledger
+input, with the same kernels. A hook in the graph notes input and output gradient in the ledger
 of the micro-batch; settling the ledger computes the weight gradients and adds them up.
 
 Convolutions and linear layers are deferred. Normalisation is not: its weight gradients are sums
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,22 @@ class Ledger:
         if not y.requires_grad:  # the first layer: nothing before it wants a gradient
             y = receive(y, lambda gradient: page.append((settle, kept, version, gradient)))
         else:
-            # None: what reads it is recomputed, and no gradient came back through that.
-            y.register_hook(
-                lambda gradient: (
-                    None if gradient is None else page.append((settle, kept, version, gradient))
-                )
-            )
+            # Not a hook on `y`: one that forward puts there later would run after ours.
+            assert y.grad_fn is not None
+            y.grad_fn.register_prehook(partial(_enter, page, settle, kept, version))
         return y
+
+
+def _enter(
+    page: list[Entry],
+    settle: Settle,
+    kept: Tensor | View,
+    version: int | None,
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    """None: what reads it is recomputed, and no gradient came back through that."""
+    if gradients[0] is not None:
+        page.append((settle, kept, version, gradients[0]))
 
 
 def settle(page: list[Entry]) -> None:

@@ -3,7 +3,8 @@
 Nothing here waits for a rank that this one does not wait for anyway. What all ranks must agree on
 is sent around in one window and looked at in the next, where an update needs it:
 
-    window t    see that the stages before were given the same batch     (their word comes first)
+    window t    tell all ranks that this is a step, not a flush          (looked at in window t + 1)
+                see that the stages before were given the same batch     (their word comes first)
                 run the window; in it, right before the update of batch t - 1:
                     loss of batch t - 1, was it the same everywhere      (begun in window t - 1)
                 tell the loss of batch t                                 (looked at in window t + 1)
@@ -23,10 +24,10 @@ import torch
 from torch import nn
 
 from gems.engine.endless import Endless
-from gems.errors import GemsError, LossError, PlanError, ShapeError, TraceError, faults
+from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, faults
 from gems.timeline import Timeline
 from gems.torch.batch import describe, split
-from gems.torch.consensus import Claim, agree
+from gems.torch.consensus import Claim, agree, listed
 from gems.torch.random import key
 from gems.torch.turns import Turns
 from gems.transport.core import Done, Handle
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from gems.torch.trainer import Step, Trainer
 
 Tensor = torch.Tensor
+CALLS = ("none", "step", "flush")
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Run:
         self.modes = self._modes()
         self.wrong: str | None = None  # a loss that no update can be made of
         self.words: deque[list[tuple[Handle, Tensor]]] = deque()  # on their way to later stages
+        self.calls: deque[tuple[Handle, Tensor]] = deque()  # which call every rank has begun
 
     def refuse(self) -> None:
         """What cannot be done without waiting for all of a batch on all ranks."""
@@ -125,7 +128,10 @@ class Run:
             )
         batch = split(inputs, targets, trainer.plan.total, trainer.batch_dim)
         first = not self.engine.going
-        self._same(trainer.claim("step", batch, (inputs, targets)), first)
+        if not first:
+            self._announce("step")
+        mode = trainer.adapter.modes()
+        self._same(trainer.claim("step", batch, (inputs, targets), mode), first)
         try:
             self.turns.begin(batch, trainer.steps)
         except TraceError as error:
@@ -149,6 +155,9 @@ class Run:
         if not self.engine.going:
             return None
         start = perf_counter()
+        self._announce("flush")
+        while self.calls:
+            self._same_calls()
         with self._as_begun():
             self._carry_out(self.engine.rest)  # of which the timeline is part of no step
         for handle, _ in (word for words in self.words for word in words):
@@ -229,6 +238,31 @@ class Run:
             self.transport.fail(error)
             raise
 
+    def _announce(self, call: str) -> None:
+        """Begin to tell all ranks which call this one is in. Nobody waits for it here: a rank that
+        flushes waits for all others anyway, and one that steps looks when it updates."""
+        table = torch.zeros(self.transport.world, dtype=torch.int64)
+        table[self.transport.rank] = CALLS.index(call)
+        handle = self.transport.add_up(table, tuple(range(self.transport.world)))
+        self.calls.append((handle, table))
+
+    def _same_calls(self) -> None:
+        """Raise, and end all ranks, unless all of them have begun the same call."""
+        handle, table = self.calls.popleft()
+        try:
+            handle.wait()
+            calls = [CALLS[i] for i in table.tolist()]
+            if len(set(calls)) > 1:
+                raise PeerError(
+                    f"ranks are in different calls: {listed(calls)}. With schedule '2bw', predict, "
+                    "save, state_dict and close begin with a flush. Every rank must make the same "
+                    "calls in the same order"
+                )
+        except BaseException as error:
+            self.trainer.failed = error
+            self.transport.fail(error)
+            raise
+
     def _differ(self, given: str) -> ShapeError:
         return ShapeError(
             f"ranks were given different batches, or have different settings; rank "
@@ -274,6 +308,8 @@ class Run:
         said, trainer = self.said.popleft(), self.trainer
         assert trainer.optimizer is not None
         self.turns.turn_to(self.turns.summed % 2)
+        while len(self.calls) > 1:
+            self._same_calls()
         said.handle.wait()
         loss, tellings, one, two = said.parts.tolist()
         if (one, two) != tuple(self.transport.world * x for x in said.hash):

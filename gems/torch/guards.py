@@ -8,91 +8,140 @@ again. Weights belong to the Trainer: a parameter that was replaced is rejected.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from itertools import repeat
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from gems.errors import TraceError
 from gems.torch.calls import Record
-from gems.torch.frozen import MISSING, PLAIN, Difference, Frozen, difference, freeze
-from gems.torch.reads import KEPT, Name, variables, variables_of_hooks
+from gems.torch.frozen import (
+    MISSING,
+    PLAIN,
+    Difference,
+    Frozen,
+    as_it_was,
+    difference,
+    freeze,
+    thing_of,
+    within,
+)
+from gems.torch.identity import Identities
+from gems.torch.reads import Name, of_class, variables, variables_of_hooks
 
 ABSENT = repeat(MISSING)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
 
 
 class Guards:
-    """The values that one recording of a model depends on, as they are now."""
+    """The values that one recording of a model depends on, as they are now.
+
+    `failed` compares identities first, all of them in C. Only if one differs does it look for what
+    is not equal, by Python.
+    """
 
     def __init__(self, model: nn.Module, record: Record) -> None:
-        self.plain: list[tuple[Any, tuple[str, ...], tuple[Any, ...], str]] = []
-        self.deep: list[tuple[Name, Any]] = []
-        self.hooks: list[tuple[Any, tuple[Any, ...], str]] = []
         memo: dict[int, Any] = {}
-        wanted: dict[str, list[str]] = {}
-        for path, name in record.reads:
-            wanted.setdefault(path, []).append(name)
-        for path, names in wanted.items():
-            self._attributes(path, model.get_submodule(path), names, memo)
+        names = list(_attributes(model, record.reads))
+        self.attributes = len(names)
         containers = {path: model.get_submodule(path) for path in record.containers}
-        around = [n for n in variables(containers.values()) if not isinstance(n.mapping, KEPT)]
-        around += variables_of_hooks(containers)
-        self.deep += [(n, freeze(n.mapping.get(n.key, MISSING), memo)) for n in around]
-        for path, module in containers.items():
-            for kind in ("_modules", *HOOKS):
-                hooks = vars(module)[kind]
-                self.hooks.append((hooks, tuple(hooks.values()), f"{path}{kind}"))
+        around = [*variables(containers.values()), *variables_of_hooks(containers)]
+        names += [n for n in around if not n.kept]
+        self.names = sorted(names, key=lambda n: type(n.mapping) is not dict)
+        self.frozen = [freeze(n.now(), memo) for n in self.names]
+        self.own = {id(n): None for n in names[: self.attributes]}
+        self.hooks = list(_hooks(containers))
+        self.held = Identities(mapping for mapping, _, _ in self.hooks)
+        self._flatten()
 
-    def _attributes(self, path: str, module: nn.Module, names: list[str], memo: Any) -> None:
-        own, label = vars(module), path or type(module).__name__
-        values = [freeze(own.get(name, MISSING), memo) for name in names]
-        flat = {n: v for n, v in zip(names, values, strict=True) if not isinstance(v, Frozen)}
-        if flat:
-            self.plain.append((own, tuple(flat), tuple(flat.values()), label))
-        for name, value in zip(names, values, strict=True):
-            if isinstance(value, Frozen):
-                self.deep.append((Name(own, name, f"{label}.{name}"), value))
-            elif value is MISSING:
-                self._of_class(type(module), name, label, memo)
+    def _flatten(self) -> None:
+        """Have what `_identical` compares, as the frozen values are."""
+        count = sum(type(n.mapping) is dict for n in self.names)
+        self.mappings = [n.mapping for n in self.names[:count]]
+        self.keys = [n.key for n in self.names[:count]]
+        self.elsewhere = self.names[count:]
+        self.things = list(map(thing_of, self.frozen))
+        inside = within(x for x in self.frozen if isinstance(x, Frozen))
+        self.objects = [x.thing for x in inside if x.kind == "object"]
+        self.dicts = list(map(vars, self.objects))
+        containers = [x.thing for x in inside if x.kind in ("list", "dict", "deque")]
+        self.inside = Identities((*self.dicts, *containers))
+        self.others = [x for x in inside if x.kind not in ("object", "list", "dict", "deque")]
 
-    def _of_class(self, kind: type, name: str, label: str, memo: Any) -> None:
-        for base in kind.__mro__:
-            if name in vars(base):
-                value = freeze(vars(base)[name], memo)
-                self.deep.append((Name(vars(base), name, f"{label}.{name}"), value))
-                return
+    def _identical(self) -> bool:
+        now = chain(
+            map(dict.get, self.mappings, self.keys, ABSENT), [n.now() for n in self.elsewhere]
+        )
+        return (
+            all(map(is_, now, self.things))
+            and self.held.hold()
+            and all(map(is_, map(vars, self.objects), self.dicts))
+            and self.inside.hold()
+            and all(map(as_it_was, self.others))
+        )
 
     def failed(self) -> Difference | None:
         """The first value that is not what it was; None: the recording may be used."""
-        for own, names, values, label in self.plain:
-            if not all(map(is_, map(own.get, names, ABSENT), values)):
-                now = [own.get(name, MISSING) for name in names]
-                for name, value, other in zip(names, values, now, strict=True):
-                    if (found := difference(value, other, f"{label}.{name}")) is not None:
-                        return found
-        for hooks, values, label in self.hooks:
-            if not hooks and not values:
-                continue
-            if len(hooks) != len(values) or not all(map(is_, hooks.values(), values)):
-                return Difference(label, values, tuple(hooks.values()))
+        if self._identical():
+            return None
         seen: set[int] = set()
-        for name, value in self.deep:
-            now = name.mapping.get(name.key, MISSING)
-            same = now is value
-            if not same and (found := difference(value, now, name.label, seen)) is not None:
+        for name, value in zip(self.names, self.frozen, strict=True):
+            now = name.now()
+            if now is not value and (found := difference(value, now, name.label, seen)) is not None:
                 return found
+        for mapping, values, label in self.hooks:
+            if len(mapping) != len(values) or not all(map(is_, mapping.values(), values)):
+                return Difference(label, values, tuple(mapping.values()))
+        self._renew()
         return None
+
+    def _renew(self) -> None:
+        """Values are equal, but not the same objects: the next comparison is with these."""
+        memo: dict[int, Any] = {}
+        for i, (name, value) in enumerate(zip(self.names, self.frozen, strict=True)):
+            if isinstance(value, Frozen) or name.now() is not value:
+                self.frozen[i] = freeze(name.now(), memo)
+        self.held = Identities(mapping for mapping, _, _ in self.hooks)
+        self._flatten()
 
     def digest(self) -> int:
         """A number of the plain values, the same on ranks whose models have the same."""
         shown = [
-            (label, names, tuple(map(_text, values))) for _, names, values, label in self.plain
+            (name.label, _text(value))
+            for name, value in zip(self.names, self.frozen, strict=True)
+            if id(name) in self.own and not isinstance(value, Frozen)
         ]
         return zlib.crc32(repr(shown).encode())
+
+
+def _attributes(model: nn.Module, reads: Iterable[tuple[str, str]]) -> Iterator[Name]:
+    """Attributes of modules; if one has none of its own, that of its class as well."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    classes: set[tuple[type, str]] = set()
+    for path, key in reads:
+        module = modules[path]
+        kind, own = type(module), vars(module)
+        label = f"{path or kind.__name__}.{key}"
+        yield Name(own, key, label)
+        if key not in own and (kind, key) not in classes:
+            classes.add((kind, key))
+            yield from of_class(kind, key, label)
+
+
+def _hooks(containers: dict[str, nn.Module]) -> Iterator[tuple[Any, tuple[Any, ...], str]]:
+    """Hooks and submodules: where they are held, what they are, and what to call them in errors."""
+    for path, module in containers.items():
+        for kind in ("_modules", *HOOKS):
+            found = vars(module)[kind]
+            yield found, tuple(found.values()), f"{path}{kind}"
+    for kind in GLOBAL_HOOKS:
+        found = vars(torch_module)[kind]
+        yield found, tuple(found.values()), kind
 
 
 def _text(value: Any) -> str:
@@ -109,31 +158,24 @@ class Structure:
 
     def _note(self) -> None:
         self.modules = list(self.model.modules())
-        self.rows = [
-            (m._modules, tuple(m._modules.values()), m._parameters, tuple(m._parameters.values()))
-            for m in self.modules
-        ]
+        kinds = ("_modules", "_parameters")
+        self.held = Identities(vars(m)[kind] for m in self.modules for kind in kinds)
         self.parameters = list(self.model.parameters())
+        self.last = 0  # what `mode` gave last
 
     def mode(self) -> int:
         """What else a recording depends on: which modules train, and which parameters."""
         self._check()
         trains = tuple([m.training for m in self.modules])
         wants = tuple([p.requires_grad for p in self.parameters])
-        return hash((trains, wants, torch.is_grad_enabled()))
+        self.last = hash((trains, wants, torch.is_grad_enabled()))
+        return self.last
 
     def _check(self) -> None:
         """Submodules may have been replaced, but all weights must be those that are trained."""
-        for modules, children, parameters, own in self.rows:
-            if (
-                len(modules) != len(children)
-                or len(parameters) != len(own)
-                or not all(map(is_, modules.values(), children))
-                or not all(map(is_, parameters.values(), own))
-            ):
-                self._refuse_other_weights()
-                self._note()
-                return
+        if not self.held.hold():
+            self._refuse_other_weights()
+            self._note()
 
     def _refuse_other_weights(self) -> None:
         now = dict(_weights(self.model))

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gems.errors import TraceError
-from gems.torch.frozen import OTHERS
+from gems.torch.frozen import of_the_user
 from gems.torch.reads import CACHE, caches
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def let_go(error: BaseException | None) -> None:
 
 
 def _of_a_model(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in OTHERS | {"gems"}
+    return of_the_user(module) and (module or "").partition(".")[0] != "gems"
 
 
 def _name_of(x: Any, inside: list[Any]) -> str | None:

@@ -74,13 +74,14 @@ def give_back(
         numbers = []
         for p in group["params"]:
             if (state := saved.state.get(name_of.get(id(p), ""))) is not None:
-                states[number] = state
+                states[number] = {key: _laid_out(x, p) for key, x in state.items()}
             numbers.append(number)
             number += 1
         groups.append({**options, "params": numbers})
     optimizer.load_state_dict({"state": states, "param_groups": groups, **saved.rest})
     for name in exact:
-        _keep_types(optimizer.state.get(parameters[name], {}), saved.state.get(name, {}))
+        p = parameters[name]
+        _keep_types(optimizer.state.get(p, {}), saved.state.get(name, {}), p)
 
 
 def give_state(
@@ -92,13 +93,21 @@ def give_state(
         if not isinstance(x, Tensor) or key == "step":
             return x
         floats = parameter.is_floating_point() and not exact
-        return x.to(parameter.device, parameter.dtype if floats else x.dtype)
+        x = x.to(parameter.device, parameter.dtype if floats else x.dtype)
+        return _laid_out(x, parameter)
 
     optimizer.state[parameter] = {key: cast(key, x) for key, x in state.items()}
 
 
-def _keep_types(here: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _keep_types(here: dict[str, Any], saved: Mapping[str, Any], p: nn.Parameter) -> None:
     """torch casts state to its parameter's type; what was kept finer must come back as it was."""
     for key, value in saved.items():
         if isinstance(value, Tensor) and here[key].dtype != value.dtype:
-            here[key] = value.to(here[key].device)
+            here[key] = _laid_out(value.to(here[key].device), p)
+
+
+def _laid_out(x: Any, parameter: nn.Parameter) -> Any:
+    """State in the memory format of its parameter: fused optimizers walk through both memories."""
+    if not isinstance(x, Tensor) or x.shape != parameter.shape or x.stride() == parameter.stride():
+        return x
+    return torch.empty_like(parameter, dtype=x.dtype, device=x.device).copy_(x)

@@ -98,6 +98,7 @@ class _Writer:
             "_autocast": torch.autocast,
             "_random": draws.call,
             "_checkpoint": torch_checkpoint.checkpoint,
+            "_checkpoint_all": _checkpoint_all,
             "_again": again[0],
             "_unflatten": pytree.tree_unflatten,
             "_restrided": restrided,
@@ -145,20 +146,31 @@ class _Writer:
         if not inside and calls[0].name in self.run_of:
             return _first(calls, lambda call: self.run_of.get(call.name)), self._run
         if inside != "region" and calls[0].region is not None:
-            return _first(calls, lambda call: call.region), self._region
+            region = _first(calls, lambda call: call.region)
+            if not self.instead:
+                return region, self._region
+            if not inside:  # else the run around it is recomputed
+                return region, self._run
         return [calls[0]], None
 
     def _region(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
-        """A torch.utils.checkpoint region stays one: its calls are recomputed in backward."""
+        """A torch.utils.checkpoint region stays one: its calls are recomputed in backward.
+
+        Not of a stage that is cut over ranks: torch recomputes when a saved tensor is asked for,
+        and a rank that saved none would not come to the exchanges of the others.
+        """
         name, inputs = f"region{run[0].region}", _inputs(run)
         self.function(name, inputs, run, wanted, indent, "region")
         # Calls that draw are seeded one by one, so the generator's state need not be kept.
         options = "use_reentrant=False, preserve_rng_state=False"
-        self._invoke(f"_checkpoint({self._listed(name, inputs)}, {options})", wanted, indent)
+        how = "_checkpoint_all" if any(call.random for call in run) else "_checkpoint"
+        self._invoke(f"{how}({self._listed(name, inputs)}, {options})", wanted, indent)
 
     def _run(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
         """A run that keeps nothing but its inputs."""
-        name, inputs = f"run{self.run_of[run[0].name]}", _inputs(run)
+        number = self.run_of.get(run[0].name)
+        name = f"region{run[0].region}" if number is None else f"run{number}"
+        inputs = _inputs(run)
         stage, self.lines = self.lines, []
         self.function(name, inputs, run, wanted, "", "run")
         self.above, self.lines = self.above + self.lines, stage
@@ -293,6 +305,13 @@ class _Writer:
 def _hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
     """A hook on a tensor. The first of two runs of a stage that is recomputed has no gradients."""
     return tensor.register_hook(hook) if tensor.requires_grad else None
+
+
+def _checkpoint_all(*args: Any, **kwargs: Any) -> Any:
+    """A region that is recomputed to its end. torch would stop at the last tensor to be saved, and
+    RReLU saves its noise before it has drawn it."""
+    with torch_checkpoint.set_checkpoint_early_stop(False):
+        return torch_checkpoint.checkpoint(*args, **kwargs)
 
 
 def is_dropout(call: Call, model: nn.Module) -> bool:

@@ -10,16 +10,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from gems.torch.frozen import MISSING, OTHERS, PLAIN, Difference, difference, freeze, put_back
+from gems.torch.frozen import (
+    MISSING,
+    PLAIN,
+    Difference,
+    Frozen,
+    difference,
+    freeze,
+    of_the_user,
+    put_back,
+)
 
 # Weights, submodules, hooks and modes are watched elsewhere, or not Python's.
-INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_is_full_backward_hook"}
+INTERNAL = frozenset(vars(nn.Module())) | {
+    *("_compiled_call_impl", "_is_full_backward_hook"),
+    "_flat_weight_refs",  # of recurrent layers, which make them anew when weights move
+}
 HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name and name[:1] == "_")
 CACHE = type(functools.lru_cache(lambda: None))
-TABLE = 100  # functions in a list or dict that are followed
-FOLLOWED = 1000  # functions that a module's own lead to
+METHODS = frozenset(vars(nn.Module)) - {"forward"}  # nobody replaces these
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+CONTAINERS = (list, dict, tuple, set)
+ALONE = (*PLAIN, torch.Tensor, nn.Module, type)  # lead to no function
+TABLE = 100  # functions and objects in a list or dict that are followed
+FOLLOWED = 5000  # functions that a module's own lead to
+ALL = "__dict__"  # the key of all that a class or function holds
 
 
 class Cell:
@@ -58,28 +76,30 @@ class OfFunction:
 
 
 class OfClass:
-    """The values that a class holds, as a mapping with one key: a dict of them all, so that one
-    that forward adds is seen as well."""
+    """The attributes of a class itself, as a mapping. `ALL` of its values are a new dict each time:
+    values that forward adds are in it as well."""
 
     def __init__(self, kind: type) -> None:
         self.owner = kind
 
     def get(self, key: Any, default: Any = None) -> Any:
+        if key != ALL:
+            return vars(self.owner).get(key, default)
         return {k: v for k, v in vars(self.owner).items() if k[:2] != "__" and _is_value(v)}
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        now = self.get(key)
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key != ALL:
+            return type.__setattr__(self.owner, key, value)
+        now = self.get(ALL)
         for k in now.keys() - value.keys():
-            delattr(self.owner, k)
+            self.pop(k)
         for k, v in value.items():
             if now.get(k, MISSING) is not v:
-                setattr(self.owner, k, v)
+                self[k] = v
 
-    def pop(self, key: Any, default: Any = None) -> None:
-        pass
-
-
-KEPT = (OfFunction, OfClass)  # where forward keeps tables; no setting of a model
+    def pop(self, key: str, default: Any = None) -> None:
+        if key in vars(self.owner):
+            type.__delattr__(self.owner, key)
 
 
 def _is_value(x: Any) -> bool:
@@ -95,6 +115,16 @@ class Name:
     key: str
     label: str
     path: str | None = None  # of the container whose hook uses it
+
+    def now(self) -> Any:
+        return self.mapping.get(self.key, MISSING)
+
+    @property
+    def kept(self) -> bool:
+        """Whether forward may keep tables here, but no model has its settings here."""
+        return isinstance(self.mapping, OfFunction) or (
+            isinstance(self.mapping, OfClass) and self.key == ALL
+        )
 
     @property
     def place(self) -> tuple[int, str]:
@@ -115,14 +145,13 @@ class Access:
     by: str | None = None  # the leaf that ran
 
     def change(self) -> Difference | None:
-        now = self.name.mapping.get(self.name.key, MISSING)
-        return difference(self.before, now, self.name.label)
+        return difference(self.before, self.name.now(), self.name.label)
 
     def undo(self) -> None:
         value = put_back(self.before)
         if value is MISSING:
             self.name.mapping.pop(self.name.key, None)
-        elif self.name.mapping.get(self.name.key, MISSING) is not value:
+        elif self.name.now() is not value:
             self.name.mapping[self.name.key] = value
 
 
@@ -148,7 +177,9 @@ class Reads:
     def names(self, names: Iterable[Name], *, outer: bool = True) -> None:
         """Variables that may be read: they are noted as they are now."""
         for name in names:
-            before = freeze(name.mapping.get(name.key, MISSING), self.memo)
+            before = freeze(name.now(), self.memo)
+            if name.key == ALL and not isinstance(before, Frozen):
+                continue  # too much is frozen already
             self.scopes[0].setdefault(name.place, Access(name, None, before, False, outer, outer))
 
     @contextmanager
@@ -167,10 +198,9 @@ class Reads:
                 if not _registered(module, name):
                     self._note(module, name, wrote=False)
                 raise
-            if name in own and not had:  # a functools.cached_property
-                self._note(module, name, wrote=False, new=True)
-            elif name in own or isinstance(value, (*PLAIN, list, dict, tuple, set)):
-                self._note(module, name, wrote=False)
+            if name not in METHODS and not _registered(module, name):
+                new = not had and name in own  # a functools.cached_property
+                self._note(module, name, wrote=False, new=new)
             return value
 
         def setattr_(module: nn.Module, name: str, value: Any) -> None:
@@ -214,7 +244,7 @@ class Reads:
         """If what runs here fails, attributes and variables are again what they were before it."""
         memo: dict[int, Any] = {}
         variables = [x.name for x in self.accesses if x.path is None]
-        befores = [freeze(name.mapping.get(name.key, MISSING), memo) for name in variables]
+        befores = [freeze(name.now(), memo) for name in variables]
         self.scopes.append({})
         try:
             yield
@@ -255,43 +285,18 @@ def _registered(module: nn.Module, name: str) -> bool:
 
 
 def variables(modules: Iterable[nn.Module]) -> list[Name]:
-    """Global names and variables taken from around that the methods of these modules may read."""
-    found: dict[tuple[int, str], Name] = {}
-    followed: set[int] = set()
-    for base in _classes(modules):
-        _of_class(base, found, None)
-        for method in vars(base).values():
-            for function in _functions(method):
-                _follow(function, found, followed, None)
-    return list(found.values())
-
-
-def _classes(modules: Iterable[nn.Module]) -> list[type]:
-    """The user's own classes: of these modules, and of the objects that they hold."""
-    kinds: dict[type, None] = {}
-    for module in modules:
-        kinds[type(module)] = None
-        if _of_the_user(type(module).__module__):
-            kinds |= dict.fromkeys(type(v) for k, v in vars(module).items() if k not in INTERNAL)
-    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__)
-    return [base for base in bases if base is not nn.Module and _of_the_user(base.__module__)]
-
-
-def _of_class(kind: type, found: dict[tuple[int, str], Name], path: str | None) -> None:
-    label = f"{kind.__module__}.{kind.__qualname__}"
-    found[id(kind), "__dict__"] = Name(OfClass(kind), "__dict__", label, path)
-
-
-def caches(modules: Iterable[nn.Module]) -> list[Any]:
-    """The `functools.lru_cache`s that these modules may fill."""
+    """Global names and variables taken from around that the methods of these modules may read, and
+    the functions and objects that the modules hold."""
+    search = _Search({})
     modules = list(modules)
-    names = variables(modules)
-    found = [name.mapping.get(name.key) for name in names]
-    kinds = [n.mapping.owner for n in names if isinstance(n.mapping, OfClass)]
-    found += [value for kind in kinds for value in vars(kind).values()]
-    found += [value for module in modules for value in vars(module).values()]
-    found = [_part(x, "__func__", x) for x in found]  # of a static or a class method
-    return list({id(x): x for x in found if type(x) is CACHE}.values())
+    for kind in {type(module): None for module in modules}:
+        for base in _own_bases(kind):
+            search.methods(base)
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in INTERNAL:
+                search.held(value)
+    return list(search.found.values())
 
 
 def variables_of_hooks(modules: dict[str, nn.Module]) -> list[Name]:
@@ -299,8 +304,9 @@ def variables_of_hooks(modules: dict[str, nn.Module]) -> list[Name]:
     found: dict[tuple[int, str], Name] = {}
     for path, module in modules.items():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            search = _Search(found, path)
             for function in _functions(hook):
-                _follow(function, found, set(), path)
+                search.follow(function)
             owner = getattr(hook, "__self__", None)
             if owner is None and not isinstance(hook, types.FunctionType):
                 owner = hook
@@ -309,6 +315,140 @@ def variables_of_hooks(modules: dict[str, nn.Module]) -> list[Name]:
                 label = f"the hook {type(owner).__name__}"
                 found[id(owner), "hook"] = Name(mapping, "hook", label, path)
     return list(found.values())
+
+
+def caches(modules: Iterable[nn.Module]) -> list[Any]:
+    """The `functools.lru_cache`s that these modules may fill."""
+    modules = list(modules)
+    names = variables(modules)
+    found = [name.now() for name in names]
+    kinds = {n.mapping.owner for n in names if isinstance(n.mapping, OfClass)}
+    found += [value for kind in kinds for value in vars(kind).values()]
+    found += [value for module in modules for value in vars(module).values()]
+    found = [_part(x, "__func__", x) for x in found]  # of a static or a class method
+    return list({id(x): x for x in found if type(x) is CACHE}.values())
+
+
+def of_class(kind: type, key: str, label: str, path: str | None = None) -> Iterator[Name]:
+    """An attribute of a class, and where it would be found first if it were set."""
+    for base in _own_bases(kind):
+        yield Name(OfClass(base), key, label, path)
+        if key in vars(base):
+            return
+
+
+class _Search:
+    """What functions lead to: the variables found so far, and what was followed already."""
+
+    def __init__(self, found: dict[tuple[int, str], Name], path: str | None = None) -> None:
+        self.found, self.path = found, path
+        self.followed: set[int] = set()
+
+    def _add(self, mapping: Any, key: str, label: str) -> None:
+        name = Name(mapping, key, label, self.path)
+        self.found[name.place] = name
+
+    def methods(self, kind: type) -> None:
+        """All methods of a class, and what it holds."""
+        self._values(kind)
+        for method in vars(kind).values():
+            for function in _functions(method):
+                self.follow(function)
+
+    def _values(self, kind: type) -> None:
+        if (id(kind), ALL) not in self.found:
+            self._add(OfClass(kind), ALL, f"{kind.__module__}.{kind.__qualname__}")
+
+    def held(self, value: Any) -> None:
+        """A function, an object of a user's class with its methods and the values of its class, or
+        a table of these."""
+        if isinstance(value, ALONE):
+            return
+        values = dict.values(value) if isinstance(value, dict) else value
+        if isinstance(value, (dict, list, tuple)) and len(value) <= TABLE:
+            for x in list(values):
+                if not isinstance(x, ALONE):
+                    self._held(x)
+        self._held(value)
+
+    def _held(self, value: Any) -> None:
+        for function in _functions(value):
+            if of_the_user(function.__module__):
+                self.follow(function)
+        if isinstance(value, types.FunctionType):
+            return
+        for kind in _own_bases(type(value)):
+            if id(kind) not in self.followed:
+                self.followed.add(id(kind))
+                self.methods(kind)
+                self._in_class(kind, vars(kind))
+
+    def follow(self, function: types.FunctionType) -> None:
+        if id(function) in self.followed or len(self.followed) > FOLLOWED:
+            return
+        self.followed.add(id(function))
+        self._own(function)
+        names, entries = _names_in(function.__code__), function.__globals__
+        for name in names & entries.keys():
+            value = entries[name]
+            if isinstance(value, types.ModuleType):
+                self._in_module(value, names)
+                continue
+            self._add(entries, name, f"{function.__module__}.{name}")
+            if isinstance(value, type):
+                self._in_class(value, names)
+            else:
+                self.held(value)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            if name != "__class__":
+                self._add(Cell(cell), name, f"{name} (of {function.__qualname__})")
+                self.held(Cell(cell).get(name))
+
+    def _own(self, function: types.FunctionType) -> None:
+        """What a function holds itself: `table.cache = {}`, `def table(n, cache={})`."""
+        label = f"{function.__module__}.{function.__qualname__}"
+        self._add(OfFunction(function), ALL, label)
+        for key in ("__defaults__", "__kwdefaults__"):
+            defaults = getattr(function, key) or ()
+            values = defaults.values() if isinstance(defaults, dict) else defaults
+            if not all(isinstance(x, PLAIN) for x in values):
+                self._add(OfFunction(function), key, f"{label}.{key}")
+
+    def _in_module(self, module: types.ModuleType, names: set[str]) -> None:
+        """`settings.alpha`, `rope.tables.of(n)`: plain values and functions of a module of the
+        user's, and of the modules in it."""
+        modules = [module]
+        for inner in modules:  # which grow
+            if not of_the_user(inner.__name__):
+                continue
+            entries = vars(inner)
+            for name in names & entries.keys():
+                value = entries[name]
+                if isinstance(value, types.ModuleType):
+                    modules += [value] if value not in modules else []
+                elif isinstance(value, (*PLAIN, *CONTAINERS)) or _functions(value):
+                    self._add(entries, name, f"{inner.__name__}.{name}")
+                    self.held(value)
+
+    def _in_class(self, kind: type, names: Iterable[str]) -> None:
+        """`Settings.alpha`, `Tables.of(n)`: what functions read of a class of the user's."""
+        bases = _own_bases(kind)
+        for base in bases:
+            self._values(base)
+        for name in [n for n in names if n[:2] != "__"]:
+            value = next((vars(x)[name] for x in bases if name in vars(x)), MISSING)
+            if value is MISSING or isinstance(value, DESCRIPTORS):
+                continue
+            for place in of_class(kind, name, f"{kind.__qualname__}.{name}", self.path):
+                self.found[place.place] = place
+            for inner in _functions(value):
+                if of_the_user(inner.__module__):
+                    self.follow(inner)
+
+
+def _own_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if of_the_user(base.__module__)]
 
 
 def _functions(thing: Any) -> list[types.FunctionType]:
@@ -333,101 +473,6 @@ def _part(thing: Any, name: str, default: Any = None) -> Any:
         return getattr(thing, name, default)
     except Exception:
         return default
-
-
-def _follow(
-    function: types.FunctionType,
-    found: dict[tuple[int, str], Name],
-    followed: set[int],
-    path: str | None,
-) -> None:
-    if id(function) in followed or len(followed) > FOLLOWED:
-        return
-    followed.add(id(function))
-    _own(function, found, path)
-    names = _names_in(function.__code__)
-    for name in names:
-        if name not in function.__globals__:
-            continue
-        value = function.__globals__[name]
-        label = f"{function.__module__}.{name}"
-        if isinstance(value, types.ModuleType):
-            _in_module(value, names, found, followed, path)
-        elif isinstance(value, type):
-            _in_class(value, names, found, followed, path)
-        else:
-            found[id(function.__globals__), name] = Name(function.__globals__, name, label, path)
-            _follow_all(value, found, followed, path)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":
-            label = f"{name} (of {function.__qualname__})"
-            found[id(cell), name] = Name(Cell(cell), name, label, path)
-            _follow_all(Cell(cell).get(name), found, followed, path)
-
-
-def _follow_all(value: Any, found: dict[Any, Name], followed: set[int], path: str | None) -> None:
-    """A function of the user's, or those in a table of functions."""
-    values = list(value.values()) if isinstance(value, dict) else value
-    table = isinstance(values, (list, tuple)) and len(values) <= TABLE
-    for x in values if table else [value]:
-        for inner in _functions(x):
-            if _of_the_user(inner.__module__):
-                _follow(inner, found, followed, path)
-
-
-def _own(
-    function: types.FunctionType, found: dict[tuple[int, str], Name], path: str | None
-) -> None:
-    """What a function holds itself: `table.cache = {}`, `def table(n, cache={})`."""
-    label = f"{function.__module__}.{function.__qualname__}"
-    found[id(function), "__dict__"] = Name(OfFunction(function), "__dict__", label, path)
-    for key in ("__defaults__", "__kwdefaults__"):
-        defaults = getattr(function, key) or ()
-        values = defaults.values() if isinstance(defaults, dict) else defaults
-        if not all(isinstance(x, PLAIN) for x in values):
-            found[id(function), key] = Name(OfFunction(function), key, f"{label}.{key}", path)
-
-
-def _in_class(
-    kind: type,
-    names: Iterable[str],
-    found: dict[Any, Name],
-    followed: set[int],
-    path: str | None,
-) -> None:
-    """`Tables.cosines`, `Tables.of(n)`: values and methods of a class of the user's."""
-    if not _of_the_user(kind.__module__) or issubclass(kind, nn.Module):
-        return
-    _of_class(kind, found, path)
-    for name in names:
-        for inner in _functions(vars(kind).get(name)):
-            _follow(inner, found, followed, path)
-
-
-def _in_module(
-    module: types.ModuleType,
-    names: Iterable[str],
-    found: dict[Any, Name],
-    followed: set[int],
-    path: str | None,
-) -> None:
-    """`settings.alpha`, `rope.table(n)`: plain values and functions of a module of the user's."""
-    if not _of_the_user(module.__name__):
-        return
-    entries = vars(module)
-    for name in names:
-        value = entries.get(name)
-        if isinstance(value, types.ModuleType) and id(value) not in followed:
-            followed.add(id(value))
-            _in_module(value, names, found, followed, path)
-        functions = _functions(value)
-        if functions or isinstance(value, (*PLAIN, list, dict, tuple, set)):
-            found[id(entries), name] = Name(entries, name, f"{module.__name__}.{name}", path)
-        _follow_all(value, found, followed, path)
-
-
-def _of_the_user(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in OTHERS
 
 
 def _names_in(code: types.CodeType) -> set[str]:

@@ -12,8 +12,8 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -444,7 +444,7 @@ class _Recorder(TorchFunctionMode):
             if threading.get_ident() != self.thread or self.inside:
                 return original(*args, **kwargs)
             if issubclass(cls, torch_checkpoint.CheckpointFunction):
-                return self._region(lambda: args[0](*args[2:]))
+                return self._region(lambda: args[0](*args[2:]), args[2:])
             return self._note(None, cls.apply, args, kwargs, original)
 
         def region_generator(fn: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -466,8 +466,11 @@ class _Recorder(TorchFunctionMode):
             scripted.__call__ = script_call
             torch_checkpoint._checkpoint_without_reentrant_generator = region
 
-    def _region(self, run: Callable[[], Any]) -> Any:
-        with self._in_region():
+    def _region(self, run: Callable[[], Any], given: Sequence[Any]) -> Any:
+        """A reentrant one. If nothing that it is given wants a gradient, neither does its result,
+        and weights inside of it have none."""
+        wants = any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+        with self._in_region(), nullcontext() if wants else torch.no_grad():
             return run()
 
     @contextmanager
@@ -732,26 +735,33 @@ class _Recorder(TorchFunctionMode):
         try:
             with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
                 twin = self._twin(module)
-                before = {name: (b, b._version) for name, b in twin.named_buffers()}
+                before = _buffers_now(twin)
                 try:
                     args, kwargs = pytree.tree_map(self._given, (args, kwargs))
                     result = twin(*args, **kwargs)
                 except Exception:  # a sample may have shapes only, and any numbers in them
                     args, kwargs = pytree.tree_map(_like, (args, kwargs))
                     twin = self._twin(module)
-                    before = {name: (b, b._version) for name, b in twin.named_buffers()}
+                    before = _buffers_now(twin)
                     result = twin(*args, **kwargs)
                 again = {p: freeze(dict(_own_state(m))) for p, m in twin.named_modules()}
-                given = {name: (b, b._version) for name, b in twin.named_buffers()}
+                changed = _changed(before, _buffers_now(twin))
                 twin(*args, **kwargs)
         finally:
             self.weights.swap(module, fake=True)
         self._note_state(path, twin, again)
-        for name, now in given.items():
-            b, version = before.get(name, (None, 0))
-            if now[0] is not b or now[1] != version:
-                module.get_buffer(name).zero_()  # a fake one: what its twin did is seen on it
-        return pytree.tree_map(self._fake_input, result)
+        for name in changed:
+            module.get_buffer(name).zero_()  # a fake one: what its twin did is seen on it
+        sources = (*tensors_within((args, kwargs)), *module.parameters())
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in sources)
+        return pytree.tree_map(lambda x: self._any_branch(self._fake_input(x), trains), result)
+
+    @staticmethod
+    def _any_branch(x: Any, trains: bool) -> Any:
+        """A result of a module that looks at values: another branch may want a gradient of it."""
+        if isinstance(x, torch.Tensor) and trains and (x.is_floating_point() or x.is_complex()):
+            x.requires_grad_()
+        return x
 
     def _twin(self, module: nn.Module) -> nn.Module:
         """A copy on real numbers: ordinary ones where the weights have no memory just now."""
@@ -860,6 +870,24 @@ def _known_momentum(module: nn.Module) -> Iterator[None]:
 def _backward_hooks(module: nn.Module) -> bool:
     """They hang on real tensors, so their module runs as it is."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+BufferNow = tuple[torch.Tensor, int, torch.Tensor]  # itself, its version, its values
+
+
+def _buffers_now(module: nn.Module) -> dict[str, BufferNow]:
+    return {name: (b, b._version, b.detach().clone()) for name, b in module.named_buffers()}
+
+
+def _changed(before: dict[str, BufferNow], after: dict[str, BufferNow]) -> list[str]:
+    """The buffers that are others, or have others' values: batch norm changes running statistics
+    without a new version."""
+
+    def same(name: str) -> bool:
+        (a, was, values), (b, now, found) = before[name], after[name]
+        return a is b and was == now and torch.equal(values, found)
+
+    return [name for name in after if name not in before or not same(name)]
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -25,15 +25,19 @@ from gems.errors import GemsError
 Tensor = torch.Tensor
 
 
-def release(tensor: Tensor, name: str, why: str) -> None:
+def release(tensor: Tensor, name: str, why: str, *, keep: bool = True) -> None:
     """Let a tensor have no memory, after or before its storage is freed. `why` ends the sentence
-    "weight fc.weight ..."."""
+    "weight fc.weight ...". Without `keep` it cannot be restored, and refers to the storage no more.
+    """
     if is_released(tensor):
         return
     memory = tensor.data
+    form = memory
+    if not keep:
+        form = torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device="meta")
     cell = torch.full((), torch.nan if _has_nan(memory) else 0, dtype=memory.dtype)
     tensor.data = cell.to(memory.device).expand(memory.shape)
-    tensor._gems = (memory, name, why)  # type: ignore[attr-defined]
+    tensor._gems = (form, name, why)  # type: ignore[attr-defined]
     tensor.__class__ = _guard(type(tensor))
 
 

@@ -38,9 +38,11 @@ import torch
 from torch import nn
 
 from gems.torch.home import Home, room
+from gems.torch.meter import storage_of
 from gems.torch.released import release, restore
 from gems.torch.sparse import dense, square
 from gems.torch.store import Handle, Slot, Store
+from gems.torch.views import Kept
 from gems.transport.core import own_part
 
 Tensor = torch.Tensor
@@ -89,6 +91,7 @@ class Shard:
         if self.passing:
             self.release()
             self._release_pieces()
+        self.kept = [Kept(flat.weights) for flat in self.flats if self.passing]
 
     def own(self, memory: Tensor) -> Tensor:
         return own_part(memory, self.rank, self.holders)
@@ -132,6 +135,20 @@ class Shard:
         for flat in self.flats:
             flat.room(0)
         self.whole = False
+
+    def release_kept(self) -> None:
+        """A step has ended: let views of the weights that somebody kept have no memory either."""
+        if not self.whole:
+            pieces = [piece.part for piece in self.pieces.values()]
+            for kept in self.kept:
+                kept.release([*self.parameters.values(), *pieces], self.why)
+
+    def apart(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The results of a stage, which outlive its weights: copies of those that are views."""
+        if not self.passing:
+            return results
+        weights = {storage_of(flat.weights) for flat in self.flats}
+        return {n: t.clone() if storage_of(t) in weights else t for n, t in results.items()}
 
     @property
     def why(self) -> str:

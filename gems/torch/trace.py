@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +88,7 @@ def _same_calls(a: Record, b: Record) -> bool:
 
 
 def _graph(record: Record) -> tuple[Graph, Record, tuple[tuple[int, int], ...]]:
-    runs = _runs(len(record.calls), record.glued)
+    runs = _runs(len(record.calls), [*record.glued, *_hooked(record.calls)])
     storages: dict[int, int] = {}
     blocks = tuple(_block(record, record.calls[a : b + 1], storages) for a, b in runs)
     values = (
@@ -104,6 +104,15 @@ def _graph(record: Record) -> tuple[Graph, Record, tuple[tuple[int, int], ...]]:
         buffers=tuple(record.buffers.values()),
     )
     return graph, record, tuple(runs)
+
+
+def _hooked(calls: Sequence[Call]) -> Iterator[tuple[int, int]]:
+    """From each call to the hooks on its results: all of a gradient is only there where its tensor
+    was made."""
+    maker = {name: i for i, call in enumerate(calls) for name in call.writes}
+    for j, call in enumerate(calls):
+        if call.function is torch.Tensor.register_hook:
+            yield from ((maker[name], j) for name in call.reads if name in maker)
 
 
 def _runs(count: int, glued: list[tuple[int, int]]) -> list[tuple[int, int]]:

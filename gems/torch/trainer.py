@@ -522,6 +522,7 @@ class Trainer:
             raise
         if update:
             self.window = 0
+        self._release_kept()
         if self.on_disk:
             trim()
         shown = norm * factor if update and self.clip is not None else None
@@ -574,15 +575,16 @@ class Trainer:
                 raise ShapeError(
                     f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
                 ) from error
-            claim = self.claim(call, batch, (inputs, targets))
+            claim = self.claim(call, batch, (inputs, targets), self.adapter.structure.last)
         except Exception as error:
             agree_on_failure(self.transport, call, error)
             raise
         agree(self.transport, claim)
         return batch
 
-    def claim(self, call: str, batch: Batch, given: Any) -> Claim:
-        """What this rank is about to do, and with what, for the others to compare."""
+    def claim(self, call: str, batch: Batch, given: Any, mode: int) -> Claim:
+        """What this rank is about to do, and with what, for the others to compare. `mode` is the
+        model's, see Structure."""
         if self.transport.world == 1:
             return Claim(call)
         first = describe(batch.inputs[0])
@@ -590,7 +592,7 @@ class Trainer:
         return Claim(
             call,
             progress=self._progress(),
-            model=key(self.adapter.modes(), self.adapter.cuts.digest),
+            model=key(mode, self.adapter.cuts.digest),
             settings=self._settings(),
             batch=key(batch.sizes, first, fingerprint.of_batch(given, thorough=thorough)),
             given=f"step {self.steps}, {first} first of {batch.samples} samples",
@@ -619,10 +621,12 @@ class Trainer:
 
     def _sum_tied(self) -> None:
         """Weights that several stages use: their gradients are summed like a replica's."""
+        if not (tied := self.owned.tied()):
+            return
         parameters = dict(self._named_parameters())
-        for name in self.owned.tied():
+        for name in tied:
             p = parameters.get(name)
-            if p is None or not p.requires_grad:
+            if p is None or not self.adapter.trains(p):
                 continue
             gradient = torch.zeros_like(p) if p.grad is None else dense(p.grad)
             flat = torch.cat((gradient.reshape(-1), gradient.new_tensor([p.grad is not None])))
@@ -707,6 +711,10 @@ class Trainer:
             shard.keep()
             shard.release()
 
+    def _release_kept(self) -> None:
+        for shard in self.adapter.shards.values():
+            shard.release_kept()
+
     def _step_scheduler(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
@@ -732,6 +740,7 @@ class Trainer:
                 self._local = self._read()
                 return collect(self.adapter, self.plan, self.transport, batch)
         finally:
+            self._release_kept()
             for module, training in modes:  # one by one: some may be frozen
                 module.training = training
 

@@ -162,7 +162,7 @@ def unpack(data: bytes | memoryview) -> Any:
         told = json.loads(bytes(data[HEADER : HEADER + length]))
         if isinstance(told, dict) and set(told) == {"$unsendable"}:
             raise GemsError(str(told["$unsendable"]))
-        return _decode(told, data[HEADER + length :])
+        return _decode(told, _Received(data[HEADER + length :]))
     except (GemsError, Malformed):
         raise
     except Exception as error:  # a class may reject what it is given in any way
@@ -186,7 +186,7 @@ def unpack_all(packed: Sequence[bytes | memoryview]) -> list[Any]:
     return found
 
 
-def _decode(told: Any, blob: memoryview) -> Any:
+def _decode(told: Any, blob: _Received) -> Any:
     if isinstance(told, list):
         return [_decode(x, blob) for x in told]
     if not isinstance(told, dict):
@@ -196,18 +196,28 @@ def _decode(told: Any, blob: memoryview) -> Any:
     return {key: _decode(x, blob) for key, x in told.items()}
 
 
-def _part(blob: memoryview, start: int, length: int) -> memoryview:
-    if not 0 <= start <= start + length <= len(blob):
-        raise Malformed(f"bytes {start} to {start + length} of {len(blob)}")
-    return blob[start : start + length]
+class _Received:
+    """The bytes beside the JSON. No two values are made of the same ones, so that what is received
+    takes no more memory than it has bytes."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.left = data, len(data)
+
+    def part(self, start: int, length: int) -> memoryview:
+        if not 0 <= start <= start + length <= len(self.data):
+            raise Malformed(f"bytes {start} to {start + length} of {len(self.data)}")
+        self.left -= length
+        if self.left < 0:
+            raise Malformed("several values of the same bytes")
+        return self.data[start : start + length]
 
 
-def _decode_tensor(told: Any, blob: memoryview) -> torch.Tensor:
+def _decode_tensor(told: Any, blob: _Received) -> torch.Tensor:
     name, shape, start = told
     dtype = _torch(name)
     if not isinstance(dtype, torch.dtype) or any(type(n) is not int or n < 0 for n in shape):
         raise Malformed(f"a tensor of {name!r} and shape {shape!r}")
-    part = _part(blob, start, math.prod(shape) * dtype.itemsize)
+    part = blob.part(start, math.prod(shape) * dtype.itemsize)
     if not len(part):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(part), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -220,7 +230,7 @@ def _torch(name: str) -> Any:
     return found
 
 
-def _decode_object(told: Any, blob: memoryview) -> Any:
+def _decode_object(told: Any, blob: _Received) -> Any:
     name, *values = told
     kind = _class(name)
     assert dataclasses.is_dataclass(kind)
@@ -236,13 +246,13 @@ def _class(name: str) -> type:
     return _CLASSES[name]
 
 
-def _enum(told: Any, blob: memoryview) -> Any:
+def _enum(told: Any, blob: _Received) -> Any:
     kind, member = _class(told[0]), told[1]
     assert issubclass(kind, Enum)
     return kind[member]
 
 
-def _pairs(told: Any, blob: memoryview) -> dict[Any, Any]:
+def _pairs(told: Any, blob: _Received) -> dict[Any, Any]:
     return {_decode(key, blob): _decode(x, blob) for key, x in told}
 
 
@@ -252,11 +262,11 @@ SEQUENCES: dict[str, tuple[type, ...]] = {
     "$size": (torch.Size,),
     "$set": (set, frozenset),
 }
-DECODE: dict[str, Callable[[Any, memoryview], Any]] = {
+DECODE: dict[str, Callable[[Any, _Received], Any]] = {
     "$tensor": _decode_tensor,
     "$array": lambda told, blob: _decode_tensor(told, blob).numpy(),
     "$torch": lambda told, blob: _torch(told),
-    "$bytes": lambda told, blob: bytes(_part(blob, *told)),
+    "$bytes": lambda told, blob: bytes(blob.part(*told)),
     "$data": _decode_object,
     "$enum": _enum,
     "$pairs": _pairs,

@@ -16,16 +16,16 @@ class Known:
 
 
 def _counts_twice(case: Case) -> bool:
-    """Running statistics inside a checkpoint region."""
+    """Buffers that forward changes inside a checkpoint region, running statistics among them."""
     regions = ("checkpoint_region", "checkpoint_reentrant")
-    return any(piece.wrap in regions and piece.kind in NORMED for piece in case.model.pieces)
+    return any(piece.wrap in regions and piece.kind in CHANGING for piece in case.model.pieces)
 
 
-NORMED = ("block", "norm", "layer_norms")
+CHANGING = ("block", "norm", "layer_norms", "buffer_in_place", "buffer_assigned", "parametrized")
 KNOWN: tuple[Known, ...] = (
     Known(
         "checkpoint regions",
-        "docs/trust.md: plain torch updates running statistics again when it recomputes",
+        "docs/trust.md: plain torch changes buffers again when it recomputes",
         _counts_twice,
     ),
 )

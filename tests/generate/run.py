@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from gems.errors import PeerError, PlanError, ShapeError, TraceError
+from gems.errors import LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.plans import ENDLESS, Plan
 from gems.torch.trainer import Trainer
 from gems.transport.local import World
@@ -38,7 +38,7 @@ REJECTIONS = (PlanError, TraceError, ShapeError)
 # A rejection says what to do; these are the words for it.
 REMEDY = re.compile(
     r"\b(use|give|leave|put|choose|write|wrap|make|remove|lower|move|pass|set|call|start|say|try|"
-    r"take|keep|replace|register|mark|add|clone|assign|return|compute|change|convert|split|let|end)\b",
+    r"take|keep|replace|register|mark|add|clone|assign|return|compute|change|convert|split|let|end|hold|list)\b",
     re.IGNORECASE,
 )
 GOOD = ("exact", "rejected", "invalid", "sensitive")
@@ -340,6 +340,8 @@ def _judge(case: Case, seconds: float) -> Verdict:
     except BaseException as error:
         return crashed(error)
     tolerance = TOLERANCE if case.precision == "fp64" else LOOSE
+    if case.precision == "fp16" and found.updated != expected.updated:
+        return Verdict("sensitive", "parts of a gradient that overflows do not")
     if text := difference(found, expected, tolerance):
         if not keyed and _sensitive(case, model, expected, text):
             return Verdict("sensitive", text)
@@ -360,7 +362,8 @@ def _expected(case: Case, model: Net, keyed: bool, seconds: float) -> Outcome | 
     except Hung:
         raise
     except Exception as error:
-        if keyed:
+        absent = isinstance(error, NotImplementedError) and case.precision != "fp64"
+        if keyed and not absent and not isinstance(error, LossError):
             return crashed(error)
         return Verdict("invalid", f"{type(error).__name__}: {error}")
     if not all(map(math.isfinite, found.losses)):

@@ -116,6 +116,7 @@ class Normalise(torch.autograd.Function):
         variance: Tensor, eps: float, place: Place,
     ) -> Tensor:  # fmt: skip
         ctx.place, ctx.eps, ctx.biased = place, eps, bias is not None
+        ctx.set_materialize_grads(False)  # [Note: no gradient on tiles]
         ctx.save_for_backward(x, weight, mean, variance)
         groups = place.groups
         if not x.numel():
@@ -128,6 +129,8 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        if gradients[0] is None:
+            return (None,) * 7
         x, weight, mean, variance = ctx.saved_tensors
         place, g, groups = ctx.place, gradients[0].contiguous(), ctx.place.groups
         if not x.numel():  # nothing to add, but the others wait

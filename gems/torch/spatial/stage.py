@@ -182,6 +182,7 @@ def _cut(
         try:
             _unwatched(call, watched)
             if ask.cut:
+                _unhooked(call)
                 _in_place(call)
                 rule = _gathering(ask) if gathers else _rule(ask)
             else:
@@ -216,6 +217,15 @@ def _unwatched(call: Call, watched: set[str]) -> None:
         raise whole.Shared(
             f"has a hook on the gradient of {names[0]}, of which each rank has a part; remove the "
             "hook, or change the gradient in a torch.autograd.Function around the layer"
+        )
+
+
+def _unhooked(call: Call) -> None:
+    """A gathered copy of a tensor is not what later calls read: a hook on it would never run."""
+    if call.function is torch.Tensor.register_hook:
+        raise whole.Shared(
+            "puts a hook on a tensor of which each rank has a tile; remove the hook, or change the "
+            "gradient in a torch.autograd.Function around the layer"
         )
 
 
@@ -393,6 +403,11 @@ class Bound:
         """This rank's part of a value; None: all of it."""
         layout = self.laid.layouts.get(name)
         return None if layout is None else layout.boxes()[self.team.me]
+
+    def somewhere_empty(self, name: str) -> bool:
+        """Whether a rank of the spatial group has no cell of a value."""
+        layout = self.laid.layouts.get(name)
+        return layout is not None and any(box.empty for box in layout.boxes())
 
 
 def bind(laid: Laid, team: Team) -> Bound:

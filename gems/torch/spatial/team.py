@@ -86,11 +86,13 @@ class Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
         ctx.team = team
+        ctx.set_materialize_grads(False)
         return team.total(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        return ctx.team.total(gradients[0]), None
+        (g,) = gradients
+        return None if g is None else ctx.team.total(g), None
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, slabs: Any) -> Tensor:
         ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
         strips = exchange.post(x).parts()
         slab = exchange.slab(x, strips)
         if slabs is not None:
@@ -238,7 +241,8 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        return ctx.exchange.adjoint(gradients[0]), None, None
+        (g,) = gradients
+        return None if g is None else ctx.exchange.adjoint(g), None, None
 
 
 class Framed(torch.autograd.Function):
@@ -247,6 +251,7 @@ class Framed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pads: list[int], fill: float, slabs: Any) -> Tensor:
         ctx.pads = pads
+        ctx.set_materialize_grads(False)
         slab = F.pad(x, pads, value=fill)
         if slabs is not None:
             slabs.note_framed(slab, x, pads, fill)
@@ -254,4 +259,5 @@ class Framed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        return F.pad(gradients[0], [-p for p in ctx.pads]), None, None, None
+        (g,) = gradients
+        return None if g is None else F.pad(g, [-p for p in ctx.pads]), None, None, None

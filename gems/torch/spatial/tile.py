@@ -94,6 +94,7 @@ class Apart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
+        ctx.set_materialize_grads(False)  # [Note: no gradient on tiles]
         trade = edges.exchange.post(x)
         y = edges.whole.forward(x, weight, bias)
         strips = trade.parts()
@@ -108,6 +109,8 @@ class Apart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         edges, g = ctx.edges, gradients[0]
+        if g is None:
+            return None, None, None, None
         x, weight, *strips = ctx.saved_tensors
         image, *learns = ctx.needs_input_grad[:3]
         now = learns if ctx.page is None else (False, False)

@@ -11,6 +11,11 @@ values are parts, one on each rank, that add up; backward of torch's own operati
 weight gradients add up over the ranks as well. Where backward may not be linear (autograd functions
 and hooks on gradients, which may clip) each rank gets the whole gradient, and only the first one
 gives what it finds to the weights.
+
+[Note: no gradient on tiles] An autograd function may return None for an input, and what leads only
+to that input then has no gradient: its parameters have None, not zeros. Such a function is opaque,
+so every rank of the group runs all of it and finds the same None. From there on None goes back
+through the same operations on every rank: none of them communicates, and none waits for another.
 """
 
 from __future__ import annotations
@@ -199,11 +204,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, own: Box, full: bool) -> Tensor:
         ctx.exchange, ctx.own, ctx.full = exchange, own, full
+        ctx.set_materialize_grads(False)
         return exchange.slab(x, exchange.post(x).parts())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None
         if ctx.full:  # all ranks have all of it
             return gradient[ctx.own.slices()].contiguous(), None, None, None
         return ctx.exchange.adjoint(gradient), None, None, None
@@ -284,9 +292,7 @@ class _Inner:
         """All ranks' parts of the gradients added up, through the inner graph. Of cut inputs every
         rank takes its own cells; of what all ranks have, only the first gives a gradient."""
         pairs = [
-            (y, self.team.total(torch.zeros_like(y) if g is None else g))
-            for y, g in zip(self.made, gradients, strict=True)
-            if y.requires_grad
+            self._whole(y, g) for y, g in zip(self.made, gradients, strict=True) if y.requires_grad
         ]
         sources = [*self.given, *self.held]
         wanted = [x for x in sources if x.requires_grad]
@@ -300,6 +306,28 @@ class _Inner:
             result.append(g if mine or g is None else torch.zeros_like(g))
         self.given = []
         return result
+
+    def _whole(self, y: Tensor, mine: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A result, and the sum of all ranks' gradients of it. If no rank has one, backward goes
+        into the inner graph without one, as in the plain model."""
+        part = torch.zeros_like(y) if mine is None else mine
+        flat = torch.cat((part.reshape(-1), part.new_tensor([mine is not None])))
+        total = self.team.total(flat)
+        whole = total[:-1].view(y.shape)
+        with torch.enable_grad():
+            return (y if total[-1].item() else _Unpassed.apply(y)), whole
+
+
+class _Unpassed(torch.autograd.Function):
+    """Itself, of which the gradient is not passed on: there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        return None
 
 
 class _Opaque(torch.autograd.Function):
