@@ -177,10 +177,12 @@ class Reads:
     def names(self, names: Iterable[Name], *, outer: bool = True) -> None:
         """Variables that may be read: they are noted as they are now."""
         for name in names:
+            if (place := name.place) in self.scopes[0]:
+                continue
             before = freeze(name.now(), self.memo)
             if name.key == ALL and not isinstance(before, Frozen):
                 continue  # too much is frozen already
-            self.scopes[0].setdefault(name.place, Access(name, None, before, False, outer, outer))
+            self.scopes[0][place] = Access(name, None, before, False, outer, outer)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
