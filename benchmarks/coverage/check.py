@@ -13,17 +13,21 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.coverage.networks import Case
 from gems.errors import GemsError
 from gems.plans import Plan
 from gems.torch.halos import with_halos
-from gems.torch.trace import Trace, trace
+from gems.torch.trace import Trace, as_arguments, trace
 from gems.transport.local import run
 from tests.exact import Outcome, Recordings, join, part, plainly, trained
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+ROUNDED = 1e-6  # of networks that compute in float32 inside, whatever type they are given
 LARGE = 6_000_000  # parameters; above, only one pipeline and one grid of tiles are tried
+LARGER = 30_000_000  # above, only the pipeline
+LARGEST = 60_000_000  # above, nothing: its copies do not fit the memory that a process is given
 SMALL = 1e-2  # of the largest gradient: smaller ones are compared with this much of it
 TECHNIQUES = ("record", "pipeline", "gems", "tiles 1x2", "tiles 2x2")
 PLANS = {
@@ -45,6 +49,8 @@ def check(case: Case, quick: bool = False) -> Found:
     torch.manual_seed(0)
     try:
         model = case.build().to(case.dtype).train()
+        if (parameters := sum(p.numel() for p in model.parameters())) > LARGEST:
+            return {"network": case.title, "library": case.library, "large": parameters}
         torch.manual_seed(1)
         data = [(_in(case.dtype, case.inputs(4)), torch.rand(4, dtype=torch.float64))]
         random = draws(model)
@@ -56,8 +62,10 @@ def check(case: Case, quick: bool = False) -> Found:
     except Exception as error:
         return {"network": case.title, "unusable": _last(error)}
     found: Found = {"network": case.title, "library": case.library}
-    found["parameters"] = sum(p.numel() for p in model.parameters())
+    found["parameters"] = parameters
     found["random"] = random or restless
+    found["rounds"] = rounds(still, data[0][0]) if case.dtype is torch.float64 else False
+    tolerance = ROUNDED if found["rounds"] else TOLERANCE[case.dtype]
     found["record"], traced = _recorded(model, part(data[0][0], 0, 2))
     if traced is None:
         return found
@@ -85,7 +93,7 @@ def check(case: Case, quick: bool = False) -> Found:
                     else plainly(subject, own, plan.total, loss)
                 )
             found = _planned(subject, own, plan, recordings[subject is model])
-            same(found, oracles[key], TOLERANCE[case.dtype])
+            same(found, oracles[key], tolerance)
 
         found[name] = _outcome(compare)
     if case.dims:
@@ -94,6 +102,8 @@ def check(case: Case, quick: bool = False) -> Found:
 
 
 def _tried(case: Case, parameters: int) -> tuple[str, ...]:
+    if parameters > LARGER:
+        return ("pipeline",)
     if parameters > LARGE:
         return ("pipeline", "tiles 2x2") if case.dims else ("pipeline",)
     return TECHNIQUES[1:] if case.dims else TECHNIQUES[1:3]
@@ -185,9 +195,37 @@ def _near(
     mine, theirs = (
         x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (mine, theirs)
     )
+    if torch.equal(mine, theirs):  # also where both are infinite
+        return
     off, size = float((mine - theirs).abs().max()), float(theirs.abs().max())
     if not off <= tolerance * max(size, least):
         raise Mismatch(f"{name}: off by {off:.3g} of {size:.3g}")
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+
+class Narrow(TorchDispatchMode):
+    """Whether something that is given float64 computes in a narrower type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype is torch.float64:
+            self.found |= result.is_floating_point() and result.dtype is not torch.float64
+        return result
+
+
+def rounds(model: nn.Module, inputs: Any) -> bool:
+    """Whether a network of float64 rounds what it computes to float32 on the way, as norms of some
+    do. The memory layout of a tensor alone then changes the plain model's loss by 5e-8."""
+    args, kwargs = as_arguments(part(inputs, 0, 2))
+    with Narrow() as narrow:
+        copy.deepcopy(model)(*args, **kwargs)
+    return narrow.found
 
 
 # --- random numbers -------------------------------------------------------------------------------

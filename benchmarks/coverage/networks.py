@@ -165,8 +165,8 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "tresnet_m": (64, {"layers": (1, 1, 1, 1)}),
     "twins_svt_small": (64, {"img_size": 64, "depths": (2, 2, 2, 2)}),
     "twins_pcpvt_small": (64, {"img_size": 64, "depths": (1, 1, 2, 1)}),
-    "vgg11": (64, {}),
-    "vgg11_bn": (64, {}),
+    "vgg11": (64, {"mlp_ratio": 0.03}),
+    "vgg11_bn": (64, {"mlp_ratio": 0.03}),
     "visformer_tiny": (64, {"img_size": 64}),
     "vit_tiny_patch16_224": (64, VIT),
     "vit_medium_patch16_gap_240": (64, VIT),
@@ -176,7 +176,6 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "vit_srelpos_small_patch16_224": (64, VIT),
     "samvit_base_patch16_224": (64, {**VIT, "window_size": 2}),
     "vitamin_small_224": (64, {"img_size": 64, "depth": 2}),
-    "volo_d1_224": (64, {"img_size": 64, "layers": (1, 1, 1, 1)}),
     "ese_vovnet19b_slim": (64, {}),
     "legacy_xception": (96, {}),
     "xception41": (96, {}),
@@ -184,7 +183,7 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_vit_88m": (64, {"embed_dim": 64, "depth": 2, "num_heads": 2}),
     "gemma4_vit_167m": (96, {"embed_dim": 64, "depth": 2, "num_heads": 2}),
     "deepseek_vit_412m": (56, {"embed_dim": 64, "depth": 2, "num_heads": 2}),
-    "mobilenetv5_300m": (64, {}),
+    "mobilenetv5_300m": (64, {"channel_multiplier": 0.125}),
 }  # fmt: skip
 
 
@@ -232,6 +231,10 @@ def _timm_classes() -> dict[str, tuple[int, Callable[[], nn.Module]]]:
         )),
         "NesT": (64, lambda: get("nest").Nest(
             img_size=64, embed_dims=(16, 32, 48), num_heads=(2, 2, 2), depths=(1, 1, 2), **small
+        )),
+        "VOLO": (64, lambda: get("volo").VOLO(
+            layers=(1, 1, 1, 1), img_size=64, embed_dims=(16, 32, 32, 32), num_heads=(2, 2, 2, 2),
+            stem_hidden_dim=16, **small
         )),
         "NASNet-A": (96, lambda: get("nasnet").NASNetALarge(
             stem_size=16, channel_multiplier=2, num_features=384, **small
@@ -310,7 +313,9 @@ def torchvision() -> Iterator[Case]:
     yield Case("torchvision", "resnet18_fpn", fpn, picture(3, 64, 64))
     two = lambda n: (picture(3, 128, 128)(n), picture(3, 128, 128)(n))
     flow = importlib.import_module("torchvision.models.optical_flow")
-    yield Case("torchvision", "raft_small", lambda: flow.raft_small(weights=None), two)
+    yield Case(
+        "torchvision", "raft_small", lambda: flow.raft_small(weights=None), two, dtype=torch.float32
+    )
 
 
 def _mvit(mvit: Any) -> nn.Module:
@@ -456,8 +461,8 @@ def monai() -> Iterator[Case]:
         )  # fmt: skip
         yield case(
             "ViTAutoEnc", dims, image, in_channels=1, img_size=(size,) * dims,
-            patch_size=(size // 2,) * dims, spatial_dims=dims, hidden_size=16, mlp_dim=32, num_layers=2,
-            num_heads=2,
+            patch_size=(size // 2 if dims == 2 else 4,) * dims, spatial_dims=dims, hidden_size=16,
+            mlp_dim=32, num_layers=2, num_heads=2,
         )  # fmt: skip
         if dims == 2:
             yield case(
@@ -620,7 +625,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "PoolFormerForImageClassification": ("PoolFormerConfig", CONV),
     "SwiftFormerForImageClassification": ("SwiftFormerConfig", {"embed_dims": [16, 16, 24, 32], "depths": [1, 1, 2, 1]}),
     "LevitForImageClassification": ("LevitConfig", {"image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [8, 8, 8]}),
-    "CvtForImageClassification": ("CvtConfig", {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 1, 2], "drop_path_rate": [0.0, 0.0, 0.1]}),
+    "CvtForImageClassification": ("CvtConfig", {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 2, 3], "drop_path_rate": [0.0, 0.0, 0.1]}),
     "FocalNetForImageClassification": ("FocalNetConfig", {"image_size": 64, "embed_dim": 16, "depths": [1, 1], "focal_levels": [2, 2], "focal_windows": [3, 3]}),
     "HieraForImageClassification": ("HieraConfig", {"image_size": [64, 64], "embed_dim": 16, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 4, 8]}),
     "HGNetV2ForImageClassification": ("HGNetV2Config", {}),

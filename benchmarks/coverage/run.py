@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.results import RESULTS, read, status, table, write
+from benchmarks.coverage.results import RESULTS, read, state, status, table, write
 
 SECONDS = 240.0
+MEMORY = 10 << 30  # bytes of address space that the process of a network may take
 
 
 def main() -> None:
@@ -30,6 +32,7 @@ def main() -> None:
     options.add_argument("--again", default="", help="those with this outcome, once more")
     options.add_argument("--seconds", type=float, default=SECONDS, help="limit for each network")
     options.add_argument("--results", type=Path, default=RESULTS)
+    options.add_argument("--share", default="", help="1/2 and 2/2: for two runs at a time")
     options.add_argument("--show", action="store_true", help="print what came out, keep nothing")
     options.add_argument("--table", action="store_true", help="only print the table")
     options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -45,6 +48,7 @@ def main() -> None:
 def survey(given: argparse.Namespace) -> None:
     done = {} if given.show else read(given.results)
     names = wanted(given, done)
+    code = state()
     print(f"{len(names)} networks", flush=True)
     worker: Worker | None = None
     for name in names:
@@ -56,7 +60,7 @@ def survey(given: argparse.Namespace) -> None:
         if given.show:
             print(json.dumps(found, indent=1))
             continue
-        done[name] = found
+        done[name] = found | {"code": code}
         write(given.results, done)
         print(f"{name:60} {status(found)}", flush=True)
     if worker is not None:
@@ -72,6 +76,9 @@ def wanted(given: argparse.Namespace, done: dict[str, Any]) -> list[str]:
     from benchmarks.coverage.networks import cases
 
     names = [case.title for case in cases()]
+    if given.share:
+        which, of = map(int, given.share.split("/"))
+        names = names[which - 1 :: of]
     if given.only:
         return [n for n in names if any(n.startswith(only) for only in given.only)]
     if given.again:
@@ -108,6 +115,7 @@ class Worker:
 
 def work() -> None:
     """Names in, findings out, one line each."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     logging.disable(logging.WARNING)

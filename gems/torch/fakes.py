@@ -126,7 +126,7 @@ class FakeWeights:
                 (module._parameters, module._buffers),
                 strict=True,
             ):
-                for key in [key for key in now if key not in own]:
+                for key in [key for key in now.keys() if key not in own]:  # noqa: SIM118 (script)
                     del now[key]
                 for key, tensor in own.items():
                     given = self._fakes[id(tensor)] if fake and tensor is not None else tensor

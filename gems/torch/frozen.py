@@ -26,10 +26,14 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format),
 )
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-OTHERS = {*sys.stdlib_module_names, "torch", "numpy"}  # whose objects are compared by identity
+OTHERS = {  # whose objects are compared by identity
+    *(*sys.stdlib_module_names, "torch", "numpy"),
+    *("pytest", "_pytest", "pluggy"),  # which the assertions of a test lead to
+}
 
 
 FORMS = (("list", list), ("tuple", tuple), ("dict", dict), ("set", set), ("deque", deque))
+EXACT = {form: kind for kind, form in FORMS}
 NAMED = ("dict", "object", "slots", "partial", "function")  # whose parts have names
 SUBSCRIPTED = ("list", "tuple", "deque", "dict")
 OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")  # see reads.py for its variables
@@ -110,6 +114,8 @@ def difference(
     elif type(before.thing) is not type(now):
         return Difference(label, before.thing, now)
     inside = _inside(before.kind, now)
+    if not before.parts and not inside:
+        return None
     if before.kind in ("list", "tuple", "deque"):
         pairs = {str(i): (x, y) for i, (x, y) in enumerate(zip(before.parts, inside, strict=False))}
         alike = len(before.parts) == len(inside)
@@ -190,6 +196,8 @@ def put_back(before: Any, seen: set[int] | None = None) -> Any:
 
 
 def _put_back_entries(entries: dict[Any, Any], was: dict[Any, Any], seen: set[int]) -> None:
+    if not entries and not was:
+        return
     for key in [k for k in entries if k not in was]:
         del entries[key]
     for key, part in was.items():
@@ -242,6 +250,8 @@ def shown(value: Any) -> str:
 
 def _kind(value: Any) -> str | None:
     """How a value is looked into; None: it is compared by identity."""
+    if (exact := EXACT.get(type(value))) is not None:
+        return exact if len(value) <= ENTRIES else "large"
     if isinstance(value, (torch.Tensor, nn.Module, type, Missing)):
         return None
     for kind, form in FORMS:
@@ -264,8 +274,9 @@ def _kind(value: Any) -> str | None:
     return "object" if hasattr(value, "__dict__") else None
 
 
+@functools.cache
 def of_the_user(module: str | None) -> bool:
-    """Whether a module of this name is looked into: not Python's, torch's or numpy's."""
+    """Whether a module of this name is looked into: not Python's, torch's, numpy's, pytest's."""
     return (module or "").partition(".")[0] not in OTHERS
 
 

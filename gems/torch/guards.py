@@ -50,7 +50,8 @@ class Guards:
         names = list(_attributes(model, record.reads))
         self.attributes = len(names)
         containers = {path: model.get_submodule(path) for path in record.containers}
-        names += [*variables(containers.values()), *variables_of_hooks(containers)]
+        around = [*variables(containers.values()), *variables_of_hooks(containers)]
+        names += [n for n in around if not n.kept]
         self.names = sorted(names, key=lambda n: type(n.mapping) is not dict)
         self.frozen = [freeze(n.now(), memo) for n in self.names]
         self.own = {id(n): None for n in names[: self.attributes]}

@@ -13,8 +13,9 @@ from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
+SEQUENCES = (list, deque)
 BUILT_IN = (dict, OrderedDict, list, deque)  # which are true if they are not empty
-_values = methodcaller("values")
+_keys, _values = methodcaller("keys"), methodcaller("values")
 
 
 class Identities:
@@ -26,15 +27,18 @@ class Identities:
         full = [c for c in containers if c or type(c) not in BUILT_IN]
         self.dicts = [c for c in full if type(c) is dict]
         # The order of an OrderedDict is its own: `dict.values` does not see it.
-        self.mappings = [c for c in full if isinstance(c, dict) and type(c) is not dict]
-        self.sequences = [c for c in full if not isinstance(c, dict)]
+        # What TorchScript has in place of dicts is none, and has no order but that of its keys.
+        self.mappings = [c for c in full if type(c) is not dict and not isinstance(c, SEQUENCES)]
+        self.sequences = [c for c in full if isinstance(c, SEQUENCES)]
         self.full = [*self.dicts, *self.mappings, *self.sequences]
         self.lengths = list(map(len, self.full))
         self.keys = list(self._keys())
         self.values = list(self._values())
 
     def _keys(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(self.dicts), chain.from_iterable(self.mappings))
+        return chain(
+            chain.from_iterable(self.dicts), chain.from_iterable(map(_keys, self.mappings))
+        )
 
     def _values(self) -> Iterator[Any]:
         return chain(

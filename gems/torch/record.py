@@ -30,7 +30,7 @@ from gems.torch.calls import Attr, Call, Record, Ref, tensors_in
 from gems.torch.expect import Branches
 from gems.torch.fakes import FakeWeights
 from gems.torch.frozen import MISSING, Difference, difference, freeze, tensors_within
-from gems.torch.leaks import forget_cached
+from gems.torch.leaks import forget_cached, let_go, reject_kept, uncompiled
 from gems.torch.meter import CallMeter, refuse_own_generator, storage_of
 from gems.torch.norm_calls import adopt_norms, norm_paths
 from gems.torch.norms import tracked
@@ -63,12 +63,15 @@ def record(
 
     A module whose inside cannot be recorded becomes a leaf, and recording starts again.
     """
-    whole = set(leaves)
+    whole, made = set(leaves), []
     expects, first = False, None
     for _ in range(len(list(model.modules())) + 2):
         try:
-            return _recorded(model, args, kwargs or {}, torch.device(device), whole, expects)
+            found = _recorded(model, args, kwargs or {}, torch.device(device), whole, expects, made)
+            reject_kept(made)
+            return found
         except _Unrecordable as error:
+            let_go(error)
             first = first or error
             if error.expectable and not expects and _most_of(model, error.path):
                 expects = True
@@ -98,9 +101,13 @@ def _most_of(model: nn.Module, path: str) -> bool:
 
 
 def _recorded(
-    model: nn.Module, args: Any, kwargs: Any, device: torch.device, whole: set[str], expects: bool
-) -> Record:
-    """One recording; the Python state of the model is as before, whatever forward did to it."""
+    model: nn.Module, args: Any, kwargs: Any, device: torch.device, whole: set[str], expects: bool,
+    made: list[weakref.ref[torch.Tensor]],
+) -> Record:  # fmt: skip
+    """One recording; the Python state of the model is as before, whatever forward did to it.
+
+    What is still in memory of the tensors that it made goes to `made`.
+    """
     with _lock:
         first = _Recorder(model, device, whole, expects)
         try:
@@ -115,7 +122,7 @@ def _recorded(
         finally:
             written = [(x, x.name.mapping.get(x.name.key)) for x in first.reads.accesses if x.wrote]
             first.reads.undo()
-            first.forget()
+            made += first.forget()
         for access, value in written:
             if not access.outer or access.path is None:
                 continue
@@ -135,16 +142,12 @@ def _judge(first: _Recorder, kept: list[Access], args: Any, kwargs: Any) -> None
     again = _Recorder(first.model, first.device, first.whole, first.expects, first)
     try:
         again.run(args, kwargs)
-        changed = {id(x.name.mapping): {} for x in again.reads.accesses}
-        for access in again.reads.accesses:
-            changed[id(access.name.mapping)][access.name.key] = access.change()
+        changed = {x.name.place: x.change() for x in again.reads.accesses}
     finally:
         again.reads.undo()
+        again.forget()
     for access in kept:
-        before, after = (
-            access.change(),
-            changed.get(id(access.name.mapping), {}).get(access.name.key),
-        )
+        before, after = access.change(), changed.get(access.name.place)
         assert before is not None
         if not access.outer:
             if after is not None and access.by in first.whole:
@@ -243,7 +246,11 @@ class _Recorder(TorchFunctionMode):
         leaves = {p: m for p, m in self.model.named_modules() if id(m) in self.leafy}
         self.reads.names(variables_of_hooks(leaves), outer=False)
         self.reads.names(variables(containers.values()))
-        with _lock, self.weights.installed(), self.reads.watching(), self._patched(), self.fake:
+        self.reads.names(variables(leaves.values()), outer=False)
+        with (
+            _lock, self.weights.installed(), self.reads.watching(), self._patched(), self.fake,
+            uncompiled(),
+        ):  # fmt: skip
             args, kwargs = pytree.tree_map(self._fake_input, (args, kwargs))
             inputs = self._name_inputs(args, kwargs)
             with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x):
@@ -273,13 +280,15 @@ class _Recorder(TorchFunctionMode):
             tuple(containers),
         )  # fmt: skip
 
-    def forget(self) -> None:
-        """Let go of all fakes. If one lives on, a cache of a function may have it."""
+    def forget(self) -> list[weakref.ref[torch.Tensor]]:
+        """Let go of all fakes, and empty caches of functions that have one. Gives those that are
+        still in memory."""
         made = [weakref.ref(tensor) for _, tensor in self.known.values()]
         for held in (self.known, self.earlier, self.seen_in, self.kept, self.given):
             held.clear()
         if any(tensor() is not None for tensor in made):
             forget_cached(self.model.modules())
+        return [tensor for tensor in made if tensor() is not None]
 
     def _refuse_made(self) -> None:
         for module, kind, key in self.weights.made():
@@ -311,6 +320,8 @@ class _Recorder(TorchFunctionMode):
             raise TraceError(
                 f"forward assigns a tensor {list(value.shape)} of {value.dtype} to the buffer "
                 f"{first}, which is {list(old.shape)} of {old.dtype}; keep shape and type"  # type: ignore
+                ", or, if it is a cache, run the model once on a real micro-batch before giving it "
+                "to GEMS"
             )
         self._add_assignment(first, value)
         module._buffers[name] = value
@@ -408,6 +419,15 @@ class _Recorder(TorchFunctionMode):
         # Below `Function.apply`, so that an `apply` somebody took hold of earlier leads here, too.
         below: Any = torch.autograd.function._SingleLevelFunction
         region = torch_checkpoint._checkpoint_without_reentrant_generator
+        scripted: Any = torch.jit.ScriptFunction
+        script_call = scripted.__call__
+
+        def script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            """TorchScript is one call: torch shows a TorchFunctionMode only its inside."""
+            run = lambda *a, **k: script_call(function, *a, **k)  # noqa: E731
+            if threading.get_ident() != self.thread or self.inside:
+                return run(*args, **kwargs)
+            return self._note(None, function, args, kwargs, run)
 
         def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self.thread or id(module) not in self.paths:
@@ -436,12 +456,14 @@ class _Recorder(TorchFunctionMode):
 
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         below.apply = classmethod(function_apply)
+        scripted.__call__ = script
         torch_checkpoint._checkpoint_without_reentrant_generator = region_generator
         try:
             yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
             del below.apply
+            scripted.__call__ = script_call
             torch_checkpoint._checkpoint_without_reentrant_generator = region
 
     def _region(self, run: Callable[[], Any], given: Sequence[Any]) -> Any:
@@ -696,6 +718,7 @@ class _Recorder(TorchFunctionMode):
             with self.reads.attempt():
                 return call(module, *args, **kwargs)
         except Exception:
+            forget_cached(module.modules())
             random = self.meter.random
             self.meter.clear()
             self.meter.random = random
@@ -822,7 +845,9 @@ class _Recorder(TorchFunctionMode):
         if storage not in self.weights.in_storage:
             self.kept.append(tensor)
             self.meter.saves[storage] = tensor.untyped_storage().nbytes()
-        return tensor
+        # Nobody runs backward but a module that runs as it is. Of an output that its own graph
+        # saves, autograd would never let go.
+        return tensor if self.running in self.whole else None
 
     def _autocast_state(self) -> tuple[bool, torch.dtype]:
         kind = self.device.type
@@ -885,6 +910,8 @@ def _like(x: Any) -> Any:
 
 
 def name_of(func: Any) -> str:
+    if isinstance(func, torch.jit.ScriptFunction):
+        return str(func.qualified_name).rpartition(".")[2]
     owner = getattr(func, "__self__", None)
     name = getattr(func, "__name__", type(func).__name__)
     if name == "__get__" or name == "apply":
