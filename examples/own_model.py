@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import gems
 from gems.data.loader import Loader
 from gems.data.pictures import Pictures
-from gems.torch.learning import learning_rates, optimizer
 from gems.torch.metrics import Scores
+from gems.torch.optimizers import learning_rates, optimizer
 
 CLASSES, SIDE, STEPS = 4, 32, 24
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import gems
 from gems import models
-from gems.torch.learning import optimizer
 from gems.torch.metrics import Scores
+from gems.torch.optimizers import optimizer
 
 SIDE, STEPS = 64, 16
 

@@ -21,8 +21,8 @@ from gems import models
 from gems.data.loader import Loader
 from gems.data.source import Box, Image
 from gems.data.volumes import Volumes
-from gems.torch.learning import optimizer
 from gems.torch.metrics import Scores
+from gems.torch.optimizers import optimizer
 
 SIDE, RADIUS, SAMPLES = 20, 8, 16
 

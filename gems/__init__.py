@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, Any
 from gems.version import __version__
 
 if TYPE_CHECKING:
-    from gems.costs import Costs as Costs
     from gems.errors import GemsError as GemsError
-    from gems.graph import Graph as Graph
-    from gems.machine import Machine as Machine
-    from gems.plans import Plan as Plan
+    from gems.hardware import Machine as Machine
+    from gems.model.costs import Costs as Costs
+    from gems.model.graph import Graph as Graph
+    from gems.plans.plan import Plan as Plan
+    from gems.predict.simulate import simulate as simulate
+    from gems.predict.timeline import Timeline as Timeline
     from gems.schedule.core import Schedule as Schedule
-    from gems.simulation import simulate as simulate
-    from gems.timeline import Timeline as Timeline
+    from gems.torch.checkpoint.manifest import latest as latest
+    from gems.torch.checkpoint.weight_files import read_weights as read_weights
     from gems.torch.interrupt import Interrupt as Interrupt
-    from gems.torch.manifest import latest as latest
     from gems.torch.planning import plan as plan
     from gems.torch.trainer import Trainer as Trainer
-    from gems.torch.weight_files import read_weights as read_weights
 
 _WHERE = {
-    "Costs": "gems.costs",
+    "Costs": "gems.model.costs",
     "GemsError": "gems.errors",
-    "Graph": "gems.graph",
+    "Graph": "gems.model.graph",
     "Interrupt": "gems.torch.interrupt",
-    "Machine": "gems.machine",
-    "Plan": "gems.plans",
+    "Machine": "gems.hardware",
+    "Plan": "gems.plans.plan",
     "Schedule": "gems.schedule.core",
-    "Timeline": "gems.timeline",
+    "Timeline": "gems.predict.timeline",
     "Trainer": "gems.torch.trainer",
-    "latest": "gems.torch.manifest",
+    "latest": "gems.torch.checkpoint.manifest",
     "plan": "gems.torch.planning",
-    "read_weights": "gems.torch.weight_files",
-    "simulate": "gems.simulation",
+    "read_weights": "gems.torch.checkpoint.weight_files",
+    "simulate": "gems.predict.simulate",
 }
 
 __all__ = [

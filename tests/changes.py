@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import Outcome, assert_equal, batches, micro_batches, part, samples_in, sgd
 
 building = threading.Lock()  # models that are built anew share torch's generator

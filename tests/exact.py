@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
-from gems.geometry import cuts
-from gems.plans import Plan
-from gems.torch.calls import Call, Record
-from gems.torch.random import _lock
-from gems.torch.record import record
+from gems.geometry.box import cuts
+from gems.plans.plan import Plan
+from gems.torch.runtime.rng import _lock
+from gems.torch.tracing.calls import Call, Record
+from gems.torch.tracing.recorder import record
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 
 TOLERANCE = 1e-10
 Build = Callable[[], nn.Module]
@@ -148,7 +148,7 @@ def planned(model: nn.Module, data: list[Any], plan: Plan, *args: Any, **options
     def work(transport: Transport) -> Outcome:
         return trained(transport, copy.deepcopy(model), data, plan, *args, **options)
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         return join(run(plan.world, work))
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import Recordings, batches, drawing
 
 Tensor = torch.Tensor
@@ -71,7 +71,7 @@ def on_ranks(
         mine = network(weights, model, dtype)
         return work(Trainer(mine, sample=sample, plan=plan, transport=transport, **options))
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         return run(plan.world, body)
 
 

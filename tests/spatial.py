@@ -21,19 +21,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.geometry import Box
-from gems.layout import Layout, even
-from gems.torch.calls import leaves_of
-from gems.torch.meter import storage_of
-from gems.torch.program import write
-from gems.torch.random import Draws
-from gems.torch.record import record
-from gems.torch.spatial.stage import Bound, Laid, bind, lay_out, lay_out_alone
-from gems.torch.spatial.stash import Slabs
-from gems.torch.spatial.team import Team, Traffic
-from gems.torch.stream import Stream
-from gems.transport.core import Transport
-from gems.transport.local import Local, run
+from gems.geometry.box import Box
+from gems.geometry.layout import Layout, even
+from gems.torch.runtime.codegen import write
+from gems.torch.runtime.rng import Draws
+from gems.torch.runtime.streaming import Stream
+from gems.torch.spatial.group import Team, Traffic
+from gems.torch.spatial.halo_stash import Slabs
+from gems.torch.spatial.partition import Bound, Laid, bind, lay_out, lay_out_alone
+from gems.torch.tracing.calls import leaves_of
+from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tracing.recorder import record
+from gems.transport.protocol import Transport
+from gems.transport.threads import Local, run
 
 torch.set_num_threads(1)
 

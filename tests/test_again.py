@@ -14,8 +14,8 @@ from torch import nn
 import gems
 from gems.errors import GemsError
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run as threads
+from gems.transport.protocol import Transport
+from gems.transport.threads import run as threads
 from tests.test_launch import SCRIPTS, TORCHRUN, free_port, run
 from tests.test_loud import Run, warm  # noqa: F401
 from tests.test_loud import run as ranks  # noqa: F401

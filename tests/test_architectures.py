@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gems import models
-from gems.graph import crossings
+from gems.model.graph import crossings
 from gems.planner.assign import assign, stages_by_name
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.schedule.build import lowered
-from gems.torch.profile import measure
-from gems.torch.trace import trace
+from gems.torch.tracing.profile import measure
+from gems.torch.tracing.trace import trace
 from tests.exact import alone, assert_equal, batches, plainly, planned
 
 # Thin, and on small images, but with every block of the real thing.

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import ShapeError
-from gems.geometry import Box
-from gems.plans import Plan
-from gems.torch.batch import split
+from gems.geometry.box import Box
+from gems.plans.plan import Plan
+from gems.torch.runtime.microbatch import split
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import same_state, sgd
 
 Tensor = torch.Tensor

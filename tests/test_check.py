@@ -6,13 +6,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gems.costs import unit
 from gems.errors import ScheduleError
-from gems.plans import Plan
+from gems.model.costs import unit
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import build, lowered
-from gems.schedule.check import check, require
 from gems.schedule.core import Action, Kind, Schedule, parse
-from gems.simulation import simulate
+from gems.schedule.validate import check, require
 
 CHAIN = Plan(stages=2, micro_batches=2, schedule="1f1b")
 GEMS = Plan(stages=2, schedule="gems", replications=1)

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import lr_scheduler
 
 from gems.errors import CheckpointError, GemsError
-from gems.plans import Plan
-from gems.torch.manifest import latest, read
+from gems.plans.plan import Plan
+from gems.torch.checkpoint.manifest import latest, read
+from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.trainer import Trainer
-from gems.torch.weight_files import read_weights
 from tests.exact import same_state
 from tests.saved import (
     COPIES,

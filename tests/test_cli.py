@@ -15,10 +15,10 @@ import pytest
 from gems.cli.main import main
 from gems.cli.options import add_plan, plan_from
 from gems.files import from_json
-from gems.graph import Graph
-from gems.plans import Plan
+from gems.model.graph import Graph
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
 from gems.schedule.core import parse
-from gems.timeline import Timeline
 
 STEP = str(Path(__file__).parent.parent / "docs" / "step.json")  # four ranks, gems, measured
 SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--image-size", "16"]

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from gems.errors import PlanError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import join, plainly
 from tests.test_zero import planned, stepped
 from tests.worlds import spawn

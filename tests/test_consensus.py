@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import GemsError, PeerError, ShapeError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch import fingerprint
-from gems.torch.batch import split
 from gems.torch.consensus import Claim, difference
+from gems.torch.runtime.microbatch import split
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import plainly, same_state, sgd
 from tests.worlds import spawn
 

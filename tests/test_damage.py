@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from gems.errors import CheckpointError
-from gems.torch import manifest as manifests
+from gems.torch.checkpoint import manifest as manifests
+from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.trainer import Trainer
-from gems.torch.weight_files import read_weights
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import same_state
 from tests.saved import TWO, network, on_ranks, saved
 
@@ -364,7 +364,7 @@ def test_whoever_fails_after_all_was_validated_says_that_the_trainer_is_half_loa
     def failing(*_: Any) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr("gems.torch.checkpoint.put", failing)
+    monkeypatch.setattr("gems.torch.checkpoint.save_load.put", failing)
 
     def load(trainer: Trainer) -> str:
         with pytest.raises(CheckpointError) as refused:

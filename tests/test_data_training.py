@@ -24,10 +24,10 @@ from gems.data.sample import sample_slides
 from gems.data.slides import Slides
 from gems.data.source import Box, Image, Source, Target, Task
 from gems.data.synthetic import Synthetic
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import Recordings, close, plainly, sgd
 from tests.worlds import spawn
 
@@ -161,7 +161,7 @@ def threads(folder: Path) -> Callable[[str], list[Any]]:
     def ran(name: str) -> list[Any]:
         kind, plan = CASES[name]
         model = network(kind)  # here: threads share the random numbers that weights are drawn from
-        with mock.patch("gems.torch.trace.record", Recordings()):
+        with mock.patch("gems.torch.tracing.trace.record", Recordings()):
             return run(plan.world, lambda t: rank(t, model, kind, plan, folder, 0))
 
     return ran

@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gems.costs import Cost, Costs, unit
 from gems.draw.arrows import arrows
 from gems.draw.chrome import chrome
 from gems.draw.compare import aligned, difference
@@ -25,11 +24,12 @@ from gems.draw.table import report, table
 from gems.draw.text import text
 from gems.draw.units import seconds, size
 from gems.errors import GemsError
-from gems.graph import Block, Graph, Value, Weight
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs, unit
+from gems.model.graph import Block, Graph, Value, Weight
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import Event, Memory, Timeline
 from gems.schedule.build import lowered
-from gems.simulation import simulate
-from gems.timeline import Event, Memory, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gems.errors import CheckpointError, GemsError, PeerError, PlanError
-from gems.plans import Plan
-from gems.timeline import Event, Memory, Timeline
-from gems.torch import storage  # registers DCP's classes
+from gems.plans.plan import Plan
+from gems.predict.timeline import Event, Memory, Timeline
 from gems.torch.agree import together
-from gems.torch.pieces import Cells
+from gems.torch.checkpoint import dcp_files as storage  # registers DCP's classes
+from gems.torch.checkpoint.json_values import same as same_plain
+from gems.torch.state.sharded_optimizer import Cells
 from gems.torch.trainer import Trainer
-from gems.torch.values import same as same_plain
 from gems.transport import encoding
-from gems.transport.core import Transport
 from gems.transport.encoding import Malformed, pack, unpack
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import batches
 from tests.worlds import spawn
 
@@ -119,8 +119,8 @@ def framed(text: str, more: bytes = b"") -> bytes:
         framed("[" * 100_000),
         framed('{"$data":["os.system","true"]}'),
         framed('{"$data":["gems.torch.trainer.Trainer"]}'),
-        framed('{"$data":["gems.timeline.Event",1]}'),
-        framed('{"$enum":["gems.timeline.Event","x"]}'),
+        framed('{"$data":["gems.predict.timeline.Event",1]}'),
+        framed('{"$enum":["gems.predict.timeline.Event","x"]}'),
         framed('{"$torch":"load"}'),
         framed('{"$never":1}'),
         framed('{"$tensor":["load",[1],0]}'),

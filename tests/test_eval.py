@@ -16,7 +16,7 @@ from PIL import Image
 from gems.cli.judge import probabilities
 from gems.cli.main import main
 from gems.data.sample import Sample, sample_slides
-from gems.torch.weight_files import read_weights
+from gems.torch.checkpoint.weight_files import read_weights
 from tests.runs import Run, judged, on_ranks, trained
 
 TILE = 128

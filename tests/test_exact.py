@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from tests.exact import assert_equal, batches, plainly, planned
 
 

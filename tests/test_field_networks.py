@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from gems import models
-from gems.graph import crossings
+from gems.model.graph import crossings
 from gems.planner.assign import stages_by_name
-from gems.plans import Plan
-from gems.torch.trace import trace
-from gems.transport.core import Transport
+from gems.plans.plan import Plan
+from gems.torch.tracing.trace import trace
+from gems.transport.protocol import Transport
 from tests.exact import alone, assert_equal, join, plainly, planned, trained
 from tests.worlds import spawn
 

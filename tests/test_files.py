@@ -24,8 +24,8 @@ from gems.data.sample import sample_slides
 from gems.data.slides import Slides
 from gems.errors import CheckpointError, GemsError
 from gems.files import write
-from gems.torch.folders import remove_unfinished
-from gems.torch.manifest import remove_all
+from gems.torch.checkpoint.atomic_folder import remove_unfinished
+from gems.torch.checkpoint.manifest import remove_all
 from gems.torch.trainer import Trainer
 from tests.runs import TINY, Ranks, trained
 from tests.saved import ONE, fingerprint, on_ranks, saved

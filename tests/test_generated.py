@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from tests.exact import alone, assert_equal, plainly, planned
 
 Tensor = torch.Tensor

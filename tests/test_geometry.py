@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gems.files import from_json, to_json
-from gems.geometry import Box, Move, cuts, moves, tiles
+from gems.geometry.box import Box, Move, cuts, moves, tiles
 
 Cell = tuple[int, ...]
 small = settings(max_examples=60, deadline=None)

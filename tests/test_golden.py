@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from gems import models
-from gems.costs import Cost, Costs
-from gems.graph import Block, Graph, crossings
+from gems.model.costs import Cost, Costs
+from gems.model.graph import Block, Graph, crossings
 from gems.models.resnet import PreActivationBottleneck
 from gems.planner.assign import stages_by_name
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.simulation import simulate
-from gems.torch.trace import trace
+from gems.torch.tracing.trace import trace
 
 GB, MB = 1e9, 1e6
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gems.plans import Plan
-from gems.torch.absent import PATTERN, absent, is_absent
-from gems.transport.core import Transport
+from gems.plans.plan import Plan
+from gems.torch.runtime.absent_gradient import PATTERN, absent, is_absent
+from gems.transport.protocol import Transport
 from tests import exact
 from tests.exact import assert_equal, batches, join, plainly, same_state
 from tests.test_zero import planned, stepped
@@ -383,7 +383,7 @@ def test_statistics_inside_a_checkpoint_region_are_said_to_be_updated_once(caplo
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"end": self.end(checkpoint(self.norm, x, use_reentrant=False))}
 
-    caplog.set_level("INFO", logger="gems.torch.adapter")
+    caplog.set_level("INFO", logger="gems.torch.runtime.adapter")
     found = planned(Region().double(), data(0, 6), Plan(micro_batches=1), LOSSES["end"], sgd)
     assert "norm: running statistics inside torch.utils.checkpoint" in caplog.text
     assert found.state["norm.num_batches_tracked"] == 4

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import GemsError, PlanError, TraceError
-from gems.plans import Plan
-from gems.torch.recordings import BOUND
-from gems.torch.trace import trace
+from gems.plans.plan import Plan
+from gems.torch.tracing.recordings import BOUND
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from tests.changes import ONE, PLANS, TWO, TWO_WAYS, assert_exact, data, plainly, planned
 from tests.exact import same_state, sgd

@@ -37,12 +37,12 @@ from gems.data.volumes import Volumes
 from gems.draw.html import _embedded
 from gems.errors import GemsError
 from gems.files import to_json
-from gems.machine import MACHINES
-from gems.plans import Plan
+from gems.hardware import MACHINES
+from gems.plans.plan import Plan
 from gems.schedule.build import lowered
-from gems.torch import manifest as manifests
+from gems.torch.checkpoint import manifest as manifests
+from gems.torch.checkpoint.weight_files import read_weights, write_weights
 from gems.torch.trainer import Trainer
-from gems.torch.weight_files import read_weights, write_weights
 from tests.exact import same_state
 from tests.hostile import bounded, changed, outcome, replaced, spelled
 from tests.saved import ONE, network, on_ranks, saved
@@ -638,11 +638,11 @@ def tags(page: str) -> Counter[str]:
 
 def pages(word: str, other: str) -> dict[str, str]:
     """Everything that is drawn, with words that come from users: names of files and classes."""
-    from gems.costs import unit
     from gems.draw.html import html
     from gems.draw.report import report_page
     from gems.draw.svg import svg
-    from gems.simulation import simulate
+    from gems.model.costs import unit
+    from gems.predict.simulate import simulate
 
     names = tuple((f"{word}{i}", f"{other}{i}") for i in range(2))
     plan = Plan(stages=names, micro_batches=2)

@@ -18,32 +18,32 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gems.cli.main import main
-from gems.costs import Cost, Costs, Edge, unit
 from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import PlanError, ScheduleError
 from gems.files import from_json, to_json
-from gems.graph import Block, Graph, Value
-from gems.keep import spelled
-from gems.machine import Link, machine
+from gems.hardware import Link, machine
+from gems.model.costs import Cost, Costs, Edge, unit
+from gems.model.graph import Block, Graph, Value
 from gems.planner.assign import assign
 from gems.planner.explain import explain
-from gems.planner.room import fitted
+from gems.planner.recompute_selection import fitted
 from gems.planner.search import Wish, search
-from gems.plans import Plan
-from gems.price import price
-from gems.recompute import Footprint, again, footprint, runs
+from gems.plans.plan import Plan
+from gems.plans.recompute import spelled
+from gems.predict.recompute_cost import Footprint, again, footprint, runs
+from gems.predict.simulate import simulate
+from gems.predict.stage_costs import price
 from gems.schedule import greedy
 from gems.schedule.build import build, lowered
-from gems.schedule.check import check
 from gems.schedule.core import Kind, Schedule, parse
-from gems.simulation import simulate
-from gems.torch.batch import split
-from gems.torch.meter import storage_of
-from gems.torch.trace import trace
+from gems.schedule.validate import check
+from gems.torch.runtime.microbatch import split
+from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import Local, run
+from gems.transport.protocol import Transport
+from gems.transport.threads import Local, run
 from tests.exact import Outcome, alone, assert_equal, batches, join, plainly, planned, sgd, trained
 from tests.test_generated import LAYERS, RANDOM, Generated, loss, networks, plans, sizes, some_data
 from tests.test_spatial_plans import PLANS, classifier, labelled
@@ -308,7 +308,7 @@ def test_a_stage_that_recomputes_blocks_pays_for_them_in_backward() -> None:
 
 @cache
 def study() -> tuple[Graph, Costs]:
-    from gems.estimate import estimate
+    from gems.model.estimate import estimate
     from gems.models import build as network
 
     with torch.device("meta"):

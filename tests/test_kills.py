@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from gems.errors import GemsError
-from gems.torch.folders import Draft
+from gems.torch.checkpoint.atomic_folder import Draft
+from gems.torch.checkpoint.manifest import latest, read, verify
 from gems.torch.interrupt import Interrupt
-from gems.torch.manifest import latest, read, verify
 from gems.torch.trainer import Trainer
 from tests.saved import TWO, data, fingerprint, on_ranks
 from tests.test_loud import places
@@ -31,7 +31,7 @@ Run = Callable[..., tuple[list[int], list[list[Any]]]]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Start two ranks of resume.py: their exit codes, and the lines that each printed."""
-    command = [sys.executable, str(SCRIPTS / "ranks.py"), "gems.torch.checkpoint"]
+    command = [sys.executable, str(SCRIPTS / "ranks.py"), "gems.torch.checkpoint.save_load"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as warm:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from gems.torch.learning import KINDS, OPTIMIZERS, learning_rates, optimizer
+from gems.torch.optimizers import KINDS, OPTIMIZERS, learning_rates, optimizer
 
 
 def after_steps(name: str, gradients: tuple[float, ...] = (1.0, 0.5), **options: float) -> float:

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gems import models
-from gems.plans import Plan
-from gems.simulation import simulate
-from gems.timeline import KINDS, Timeline
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import KINDS, Timeline
 from gems.torch.trainer import Trainer
-from gems.transport.local import Local, run
+from gems.transport.threads import Local, run
 from tests.exact import Recordings
 
 SIDE, SAMPLES = 32, 16
@@ -106,7 +106,7 @@ def stepped(plan: Plan, model: str, side: int, **options: Any) -> tuple[Timeline
             trainer.step(images, labels)
         return trainer.timeline(), trainer
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         measured, trainer = run(plan.world, work)[0]
     predicted = simulate(trainer.schedule, trainer.plan, trainer.costs, trainer.machine, state=1.0)
     return measured, predicted

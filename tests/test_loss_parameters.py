@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gems.errors import CheckpointError, GemsError, PlanError, ShapeError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import call, micro_batches, same_state
 from tests.worlds import spawn
 

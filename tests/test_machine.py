@@ -11,7 +11,7 @@ import pytest
 
 from gems.errors import PlanError
 from gems.files import from_json, to_json
-from gems.machine import FOLDER, MACHINES, Device, Link, Machine, machine
+from gems.hardware import FOLDER, MACHINES, Device, Link, Machine, machine
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,7 +60,7 @@ def test_every_number_of_a_preset_has_its_source(name: str) -> None:
 
 def test_presets_are_read_when_they_are_asked_for_and_once() -> None:
     code = (
-        "import json, gems.machine as m\n"
+        "import json, gems.hardware as m\n"
         "assert list(m.MACHINES) == ['a100', 'cpu', 'h100', 'v100'] and 'v100' in m.MACHINES\n"
         "assert m._preset.cache_info().currsize == 0\n"
         "assert m.MACHINES['v100'] is m.machine('v100')\n"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import batches, micro_batches, plainly, same_state
 from tests.test_zero import assert_same, planned
 

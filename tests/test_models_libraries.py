@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from gems import models
 from gems.models import libraries
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from tests.exact import assert_equal, batches, plainly, planned
 
 CLASSES = 3

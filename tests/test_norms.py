@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gems.errors import PlanError
-from gems.plans import Plan
-from gems.torch.norms import Statistics, tracked, unrecorded
+from gems.plans.plan import Plan
+from gems.torch.runtime.running_stats import Statistics, tracked, unrecorded
 from tests.exact import assert_equal, batches, plainly, planned
 
 NORMS = {

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.costs import Cost, Costs, unit
 from gems.draw.chrome import chrome
 from gems.draw.svg import svg
 from gems.errors import PlanError
-from gems.machine import Link, machine
-from gems.plans import Plan
+from gems.hardware import Link, machine
+from gems.model.costs import Cost, Costs, unit
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule import greedy
 from gems.schedule.build import lowered
-from gems.schedule.check import check
 from gems.schedule.core import Kind, Schedule, parse
-from gems.schedule.passes import lower
-from gems.simulation import simulate
-from gems.torch.offload import Bundle, View
-from gems.torch.store import Handle, Host, Slot
+from gems.schedule.lower.passes import lower
+from gems.schedule.validate import check
+from gems.torch.offload.activations import Bundle, View
+from gems.torch.offload.stores import Handle, Host, Slot
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import (
     Outcome,
     alone,

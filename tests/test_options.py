@@ -25,9 +25,9 @@ from gems.data.synthetic import Synthetic
 from gems.data.volumes import Volumes
 from gems.errors import GemsError
 from gems.files import from_json, to_json, write
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
-from gems.timeline import Timeline
 from tests.runs import PIXELS, TINY, Run, judged, parsed, parser_of, trained
 
 SHOWN: dict[str, str] = {}  # option: the test that fails if it is ignored

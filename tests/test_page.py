@@ -17,7 +17,7 @@ import pytest
 
 from gems.draw.cut.svg import svg as cut_svg
 from gems.draw.html import html
-from gems.timeline import Event, Memory, Timeline
+from gems.predict.timeline import Event, Memory, Timeline
 from tests.test_draw import MEASURED, PIPE, bare, drawn, unet_cut
 
 FLAGS = (

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.papers import hybrid, hyfi, master, torchgpipe, zero, zerobubble
 from benchmarks.papers.steps import by_count, network
 from benchmarks.papers.tables import off, table
-from gems.costs import Cost, Costs
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs
+from gems.plans.plan import Plan
 
 
 def test_a_table_is_markdown() -> None:

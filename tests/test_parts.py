@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import PlanError
-from gems.live import live
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.memory import live
 from gems.schedule.core import Kind
-from gems.torch.parts import part_of
-from gems.torch.spatial.team import CHANNEL, Team
+from gems.torch.offload.split_inputs import part_of
+from gems.torch.spatial.group import CHANNEL, Team
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import assert_equal, batches, drawing, plainly, planned, sgd
 
 Tensor = torch.Tensor

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gems.costs import Cost, Costs, Edge, of_stages
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, to_json, write
-from gems.graph import Block, Graph, Value, Weight, crossings
-from gems.grid import Grid
-from gems.planner.cut import by_weight, cut
-from gems.plans import Plan
-from gems.timeline import Event, Memory, Timeline
+from gems.geometry.grid import Grid
+from gems.model.costs import Cost, Costs, Edge, of_stages
+from gems.model.graph import Block, Graph, Value, Weight, crossings
+from gems.planner.partition import by_weight, cut
+from gems.plans.plan import Plan
+from gems.predict.timeline import Event, Memory, Timeline
 
 # --- who has what -------------------------------------------------------------------------------
 

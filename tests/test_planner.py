@@ -17,32 +17,32 @@ from torch import nn
 import gems
 from gems import models
 from gems.cli.main import main
-from gems.costs import Cost, Costs
 from gems.errors import PlanError
-from gems.estimate import estimate
 from gems.files import from_json, to_json
-from gems.graph import Block, Graph, Value
-from gems.machine import Link, Machine, machine
+from gems.hardware import Link, Machine, machine
+from gems.model.costs import Cost, Costs
+from gems.model.estimate import estimate
+from gems.model.graph import Block, Graph, Value
 from gems.planner.assign import stages, stages_by_name
 from gems.planner.candidates import choices, putting_away, recomputing, sharing
-from gems.planner.coarse import coarse
-from gems.planner.cut import Room, cut
-from gems.planner.cuts import Cuts
+from gems.planner.coarsen import coarse
 from gems.planner.explain import chosen, describe, explain
+from gems.planner.in_flight import kept
+from gems.planner.memo import Cuts
+from gems.planner.partition import Room, cut
 from gems.planner.search import Wish, _bounded, search
-from gems.planner.underway import kept
-from gems.plans import Plan
-from gems.price import price
-from gems.recompute import footprint
+from gems.plans.plan import Plan
+from gems.predict.recompute_cost import footprint
+from gems.predict.simulate import simulate
+from gems.predict.stage_costs import price
 from gems.schedule.build import build
 from gems.schedule.greedy import least
-from gems.simulation import simulate
-from gems.torch.halos import with_halos
 from gems.torch.planning import Study, plan
-from gems.torch.trace import trace
+from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 
 V100 = machine("v100")
 

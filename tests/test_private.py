@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from gems.errors import GemsError, PeerError
-from gems.transport import private, torchdist
-from gems.transport.core import Transport
+from gems.transport import private
+from gems.transport import torch_distributed as torchdist
 from gems.transport.private import Folder, create, meet, validate
+from gems.transport.protocol import Transport
 from gems.transport.sockets import open_sockets, strangers
 from tests.test_cli import SMALL
 from tests.worlds import spawn

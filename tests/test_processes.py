@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems import models
-from gems.plans import Plan
-from gems.timeline import Memory
+from gems.plans.plan import Plan
+from gems.predict.timeline import Memory
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
+from gems.transport.protocol import Transport
 from tests.exact import alone, assert_equal, batches, join, plainly, sgd, trained
 from tests.worlds import spawn
 

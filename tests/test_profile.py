@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gems.estimate import estimate
-from gems.machine import machine
-from gems.plans import Plan
-from gems.torch import profile
-from gems.torch.profile import measure
-from gems.torch.trace import trace
+from gems.hardware import machine
+from gems.model.estimate import estimate
+from gems.plans.plan import Plan
+from gems.torch.tracing import profile
+from gems.torch.tracing.profile import measure
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from tests.exact import Outcome, assert_equal, batches, plainly, planned
 from tests.spatial import Plain
 

@@ -16,17 +16,17 @@ from torch import nn
 
 from benchmarks.l2l import train as benchmark
 from benchmarks.l2l.run import watched
-from gems.costs import Cost, Costs
 from gems.errors import GemsError, LossError, PlanError, ScheduleError
-from gems.machine import Link, bytes_of, machine
-from gems.plans import Plan
+from gems.hardware import Link, bytes_of, machine
+from gems.model.costs import Cost, Costs
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.schedule.check import check, require
 from gems.schedule.core import Kind, Run, parse
-from gems.simulation import simulate
+from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import Outcome, drawing, join, plainly, same_state, sgd
 from tests.saved import COPIES, GEMS, ONE, TWO, adamw, momentum, network, on_ranks, trained
 from tests.test_generated import LAYERS, Generated, loss, networks, plans, sizes, some_data

@@ -16,9 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gems.errors import TraceError
-from gems.plans import Plan
-from gems.torch.frozen import ENTRIES
-from gems.torch.trace import trace
+from gems.plans.plan import Plan
+from gems.torch.tracing.frozen import ENTRIES
+from gems.torch.tracing.trace import trace
 from tests.changes import TWO, TWO_WAYS, data, plainly, planned
 from tests.exact import assert_equal
 

@@ -15,8 +15,8 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from gems.errors import GemsError, LossError, PlanError, TraceError
-from gems.plans import Plan
-from gems.torch.trace import trace
+from gems.plans.plan import Plan
+from gems.torch.tracing.trace import trace
 from tests.changes import ONE, PLANS, TWO, TWO_WAYS, assert_exact, data, plainly, planned
 from tests.exact import assert_equal
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from gems.errors import GemsError
-from gems.plans import Plan
-from gems.torch.released import form_of, is_released, release, restore
+from gems.plans.plan import Plan
+from gems.torch.state.released import form_of, is_released, release, restore
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import batches, plainly, same_state
 
 L2L = {"stages": 2, "ranks": 1, "micro_batches": 2, "schedule": "l2l", "updates": "eager"}

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from gems.cli.main import main
-from gems.torch.weight_files import read_weights
+from gems.torch.checkpoint.weight_files import read_weights
 from tests.runs import TINY, Ranks, Run, on_ranks, trained
 
 NET = ["--model", "tests.tiny:net", "--model-option", "drop=0.3", "--model-option", "width=6"]

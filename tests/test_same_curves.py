@@ -17,12 +17,12 @@ from gems.data.sample import Sample, sample_slides
 from gems.data.slides import Slides
 from gems.data.source import split
 from gems.models import build
-from gems.plans import Plan
-from gems.torch.learning import optimizer
+from gems.plans.plan import Plan
 from gems.torch.losses import loss
 from gems.torch.metrics import Scores
+from gems.torch.optimizers import optimizer
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import Recordings, drawing
 from tests.runs import Run, on_ranks, trained
 
@@ -121,7 +121,7 @@ def curve(transport: Any, task: str, plan: Plan, tissue: Sample) -> Curve:
 
 def under(task: str, plan: str, tissue: Sample) -> Curve:
     """On ranks as threads, which all see the same."""
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         ranks = run(PLANS[plan].world, lambda t: curve(t, task, PLANS[plan], tissue))
     assert all(rank == ranks[0] for rank in ranks)
     return ranks[0]

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gems.costs import Cost, Costs, unit
 from gems.errors import PlanError, ScheduleError
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs, unit
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import counted
 from gems.schedule import greedy
 from gems.schedule.build import build, lowered
-from gems.schedule.check import check
 from gems.schedule.core import Message, Run, Schedule, parse, parse_action
-from gems.schedule.passes import forward_only, receipts
-from gems.simulation import simulate
-from gems.timeline import counted
+from gems.schedule.lower.passes import forward_only, receipts
+from gems.schedule.validate import check
 
 GRID = [(p, m) for p in range(1, 9) for m in range(1, 17)]
 STRAIGHT = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gems import models
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from tests.exact import alone, assert_equal, batches, plainly, planned
 from tests.spatial import Plain
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.errors import PlanError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import alone, assert_equal, planned, sgd
 from tests.spatial import Plain, Points
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from tests.exact import assert_equal
 from tests.spatial import Plain, Rank
 from tests.test_spatial_layers import SHAPES, C, Cut, Function, H, W, assert_exact

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gems import models
-from gems.geometry import Box, moves
-from gems.plans import Plan
-from gems.torch.cut import Cut
-from gems.torch.spatial.stage import Laid, traffic
+from gems.geometry.box import Box, moves
+from gems.plans.plan import Plan
+from gems.torch.runtime.partitioned_model import Cut
+from gems.torch.spatial.partition import Laid, traffic
 from gems.torch.trainer import Trainer
-from gems.transport.local import Local, run
+from gems.transport.threads import Local, run
 from tests.exact import (
     Outcome,
     Recordings,
@@ -67,7 +67,7 @@ def segmenter() -> nn.Module:
 
 def on_ranks(plan: Plan, work: Callable[[Local], Any]) -> list[Any]:
     """What each rank gave; they share their recordings, which take longest."""
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         return run(plan.world, work)
 
 

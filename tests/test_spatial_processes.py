@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gems import models
-from gems.plans import Plan
-from gems.torch.spatial.team import CHANNEL
-from gems.transport.core import Transport
+from gems.plans.plan import Plan
+from gems.torch.spatial.group import CHANNEL
+from gems.transport.protocol import Transport
 from tests.exact import alone, assert_equal, batches, join, plainly, trained
 from tests.test_loud import LOST, Run, assert_said, run, warm  # noqa: F401 - fixtures
 from tests.test_spatial_generated import network as generated

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from gems.plans import Plan
-from gems.torch import defer
-from gems.torch.spatial.team import Exchange
-from gems.torch.spatial.tile import Kernel
+from gems.plans.plan import Plan
+from gems.torch.runtime import split_backward as defer
+from gems.torch.spatial.group import Exchange
+from gems.torch.spatial.rules.overlap_conv import Kernel
 from tests.exact import assert_equal, batches, plainly, planned
 from tests.spatial import Plain
 
@@ -90,6 +90,6 @@ def test_weight_gradients_of_tiles_wait_for_their_turn(bias: bool) -> None:
         late.extend(tuple(gradient.shape) for _, _, _, gradient in page)
         defer.settle(page)
 
-    with mock.patch("gems.torch.adapter.settle", noted):
+    with mock.patch("gems.torch.runtime.adapter.settle", noted):
         assert_equal(planned(model, data, plan), expected)
     assert late.count((1, 6, 4, 8)) == 2 * 4  # two tiles, four micro-batches

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.engine.loop import Engine
+from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.schedule.core import Action
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import Recordings, plainly, same_state, sgd
 from tests.worlds import spawn
 
@@ -82,7 +82,7 @@ def trainer_on(transport: Transport, plan: Plan, **options: Any) -> Trainer:
 
 def on_ranks(plan: Plan, work: Callable[[Trainer], Any], **options: Any) -> list[Any]:
     options = {"model": network()} | options  # here: threads share torch's generator
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         return run(plan.world, lambda transport: work(trainer_on(transport, plan, **options)))
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gems.errors import GemsError, PlanError
-from gems.offload import offload_of, place_of
-from gems.plans import Plan
-from gems.torch.store import Disk, store
+from gems.plans.offload import offload_of, place_of
+from gems.plans.plan import Plan
+from gems.torch.offload.stores import Disk, store
 
 CPU = torch.device("cpu")
 each_place = pytest.mark.parametrize("place", ["host", "disk"])

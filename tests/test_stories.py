@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems import models
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import assert_equal, batches, close, join, plainly, planned, sgd, trained
 from tests.worlds import spawn
 

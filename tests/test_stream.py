@@ -25,18 +25,18 @@ from torch.utils.checkpoint import checkpoint
 import gems
 from gems.cli.main import main
 from gems.errors import PlanError
-from gems.estimate import estimate
 from gems.files import from_json, to_json
-from gems.machine import machine
+from gems.hardware import machine
+from gems.model.estimate import estimate
 from gems.models import build
-from gems.plans import Plan
-from gems.price import price
-from gems.torch.halos import with_halos
-from gems.torch.spatial.stage import Uncuttable
-from gems.torch.trace import trace
+from gems.plans.plan import Plan
+from gems.predict.stage_costs import price
+from gems.torch.spatial.partition import Uncuttable
+from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import Outcome, assert_equal, join, plainly, planned, trained
 from tests.spatial import Plain
 from tests.test_spatial_generated import GRIDS, Function, some_cut, stack
@@ -404,7 +404,7 @@ def test_the_planner_lets_a_network_stream_as_far_as_it_can() -> None:
 def test_blocks_may_be_known_from_the_last_time_or_not(
     known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gems.torch.stream.KNOWN", known)
+    monkeypatch.setattr("gems.torch.runtime.streaming.KNOWN", known)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
     data = [(torch.randn(4, 3, 9, 8), torch.randint(2, (4, 9, 8))) for _ in range(2)]

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from gems.errors import PlanError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests import exact
 from tests.exact import alone as planned_alone
 from tests.exact import assert_equal, drawing, plainly, planned, sgd
@@ -386,7 +386,7 @@ def with_own_loss(model: nn.Module, data: list[Any], plan: Plan, loss: Any, **op
         mine = copy.deepcopy(loss)
         return exact.trained(transport, copy.deepcopy(model), data, plan, mine, **options)
 
-    with mock.patch("gems.torch.trace.record", exact.Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", exact.Recordings()):
         return exact.join(run(plan.world, work))
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from gems.errors import PlanError, ScheduleError
-from gems.offload import WHAT, WHERE
-from gems.plans import ENDLESS, PLACEMENTS, Plan
-from gems.plans import SCHEDULES as ALL
+from gems.plans.offload import WHAT, WHERE
+from gems.plans.plan import ENDLESS, PLACEMENTS, Plan
+from gems.plans.plan import SCHEDULES as ALL
 from gems.schedule.build import lowered
 from gems.schedule.core import Kind
 from tests.exact import Outcome, batches, plainly, same_state

@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from gems import models
 from gems.errors import PlanError, TraceError
-from gems.graph import crossings
-from gems.plans import Plan
+from gems.model.graph import crossings
+from gems.plans.plan import Plan
 from gems.schedule.core import parse
-from gems.schedule.passes import lower
-from gems.torch.program import write
-from gems.torch.random import Draws
-from gems.torch.trace import trace
+from gems.schedule.lower.passes import lower
+from gems.torch.runtime.codegen import write
+from gems.torch.runtime.rng import Draws
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import assert_equal, batches, plainly, planned, same_state, sgd
 
 Tensor = torch.Tensor

@@ -12,9 +12,9 @@ from torch import nn
 
 from gems import models
 from gems.errors import GemsError, LossError, PlanError, ShapeError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
-from gems.transport.local import run
+from gems.transport.threads import run
 from tests.exact import (
     assert_equal,
     batches,

@@ -16,27 +16,27 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gems.cli.main import main
-from gems.costs import Cost, Costs, Edge, together, unit
 from gems.errors import GemsError, LossError, PlanError, ShapeError
-from gems.graph import Graph
-from gems.live import live
-from gems.machine import Device, Link, Machine
+from gems.hardware import Device, Link, Machine
+from gems.model.costs import Cost, Costs, Edge, together, unit
+from gems.model.graph import Graph
 from gems.planner.explain import chosen
 from gems.planner.search import Wish, search
 from gems.planner.two_buffers import step_seconds
-from gems.plans import BATCHES, Plan
+from gems.plans.plan import BATCHES, Plan
+from gems.predict.memory import live
+from gems.predict.simulate import simulate, virtual
+from gems.predict.timeline import Event, Timeline
+from gems.schedule.async_window import AT_ONCE, windows
 from gems.schedule.build import lowered
-from gems.schedule.check import check
 from gems.schedule.core import Action, Kind, Schedule, parse
-from gems.schedule.endless import AT_ONCE, windows
-from gems.schedule.passes import receipts
-from gems.simulation import simulate, virtual
-from gems.timeline import Event, Timeline
-from gems.torch.adapter import OF_A_BATCH
-from gems.torch.trace import trace
+from gems.schedule.lower.passes import receipts
+from gems.schedule.validate import check
+from gems.torch.runtime.adapter import OF_A_BATCH
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests import runs
 from tests.exact import Recordings, batches, micro_batches, part, same_state
 from tests.worlds import spawn
@@ -97,7 +97,7 @@ def trained(
     def work(transport: Transport) -> Any:
         return on_rank(transport, copy.deepcopy(model), plan, data, make, flushes)
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         first, *others = run(plan.world, work)
     for losses, state in others:
         assert losses == first[0]
@@ -270,7 +270,7 @@ def on_ranks(
             Trainer(copy.deepcopy(model), sample=sample, plan=plan, transport=transport, **options)
         )
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         return run(plan.world, body)
 
 

@@ -18,14 +18,14 @@ from torch import nn
 from gems.cli.main import main
 from gems.draw.svg import svg
 from gems.errors import PlanError, ScheduleError
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.timeline import Memory
 from gems.schedule.build import lowered
-from gems.schedule.check import check, require
 from gems.schedule.core import Run, Schedule, parse
-from gems.timeline import Memory
+from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
-from gems.transport.core import Transport
-from gems.transport.local import run
+from gems.transport.protocol import Transport
+from gems.transport.threads import run
 from tests.exact import (
     Outcome,
     Recordings,
@@ -95,7 +95,7 @@ def planned(model: nn.Module, data: list[Any], plan: Plan, *args: Any, **options
     def work(transport: Transport) -> Outcome:
         return stepped(transport, copy.deepcopy(model), data, plan, *args, **options)
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         return join(run(plan.world, work))
 
 
@@ -228,7 +228,7 @@ def test_a_step_that_overflows_makes_no_update_and_the_next_one_does() -> None:
         trainer.scale.value = 2.0
         return first, trainer.step(x, y).updated, trainer.state_dict()
 
-    with mock.patch("gems.torch.trace.record", Recordings()):
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
         plain, *_ = run(2, lambda transport: scaled(transport, 0))
         for zero in (1, 2, 3):
             for first, second, state in run(2, lambda t, zero=zero: scaled(t, zero)):
@@ -262,8 +262,8 @@ def test_gloo_processes_come_to_the_plain_model() -> None:
 @pytest.mark.parametrize("zero", (0, 1, 2, 3))
 @pytest.mark.parametrize("copies", (2, 4))
 def test_bytes_follow_the_published_formulas(zero: int, copies: int) -> None:
-    """float32 and Adam, 4 + 4 + 8 bytes per parameter: see gems/zero.py. Each piece also counts its
-    steps, in 4 bytes more."""
+    """float32 and Adam, 4 + 4 + 8 bytes per parameter: see gems/predict/state_bytes.py. Each piece
+    also counts its steps, in 4 bytes more."""
 
     def work(transport: Transport) -> tuple[Memory, Memory, int]:
         with drawing(0):

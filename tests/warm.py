@@ -8,7 +8,7 @@ from torch import nn
 
 import gems.cli.job
 import gems.cli.main  # noqa: F401
-from gems.torch.trace import trace
+from gems.torch.tracing.trace import trace
 
 torch.set_num_threads(1)
 net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gems.transport.torchdist import TorchDist
+from gems.transport.torch_distributed import TorchDist
 
 SECONDS = 60.0
 fork = multiprocessing.get_context("forkserver")

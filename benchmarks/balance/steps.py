@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from benchmarks.prediction.pairs import NETWORKS as EVEN
 from benchmarks.prediction.pairs import UNEVEN
-from gems.plans import Plan
-from gems.simulation import virtual
-from gems.timeline import Memory
-from gems.torch.trace import trace
+from gems.plans.plan import Plan
+from gems.predict.simulate import virtual
+from gems.predict.timeline import Memory
+from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 
 M = 8

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gems.models.resnet import resnet_v2
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch import consensus, fingerprint, trainer
-from gems.torch.guards import Guards, Structure
+from gems.torch.tracing.guards import Guards, Structure
 from gems.torch.trainer import Trainer
 
 # What is timed: who has it, its name, and what to call it. The last one waits for other ranks.

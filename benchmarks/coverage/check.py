@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.coverage.networks import Case
 from gems.errors import GemsError
-from gems.plans import Plan
-from gems.torch.halos import with_halos
-from gems.torch.trace import Trace, as_arguments, trace
-from gems.transport.local import run
+from gems.plans.plan import Plan
+from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.tracing.trace import Trace, as_arguments, trace
+from gems.transport.threads import run
 from tests.exact import Outcome, Recordings, join, part, plainly, trained
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -142,7 +142,7 @@ def _planned(model: nn.Module, data: Any, plan: Plan, recordings: Recordings) ->
     def work(transport: Any) -> Outcome:
         return trained(transport, copy.deepcopy(model), data, plan, loss)
 
-    with mock.patch("gems.torch.trace.record", recordings):
+    with mock.patch("gems.torch.tracing.trace.record", recordings):
         return join(run(plan.world, work))
 
 
@@ -258,7 +258,7 @@ def quiet(model: nn.Module) -> nn.Module:
 
 def _reach(traced: Trace, model: nn.Module) -> Found:
     """The share of the work that has an exact cut, and what ends it."""
-    from gems.torch.halos import _cut
+    from gems.torch.tracing.halo_costs import _cut
 
     try:
         blocks = with_halos(traced, model).blocks
@@ -278,9 +278,9 @@ def _reach(traced: Trace, model: nn.Module) -> Found:
 
 @contextmanager
 def _reason(traced: Trace, model: nn.Module, dim: int) -> Iterator[str]:
-    from gems.layout import even
-    from gems.torch.random import Draws
-    from gems.torch.spatial.stage import Uncuttable, lay_out
+    from gems.geometry.layout import even
+    from gems.torch.runtime.rng import Draws
+    from gems.torch.spatial.partition import Uncuttable, lay_out
 
     record = traced.record
     shapes = {name: record.values[name].shape for name in record.inputs}

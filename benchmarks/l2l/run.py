@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.where import where
 from gems.draw.units import size
-from gems.machine import bytes_of
+from gems.hardware import bytes_of
 
 WAYS = {
     "plain": "PyTorch, all in memory",

@@ -10,9 +10,9 @@ from torch import nn
 
 from benchmarks.pipeline.livebytes import LiveBytes
 from gems.errors import PlanError
-from gems.machine import machine
+from gems.hardware import machine
 from gems.planner.search import Wish
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
 

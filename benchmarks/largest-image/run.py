@@ -20,7 +20,7 @@ import torch
 from benchmarks.pipeline.ranks import RankError, Ranks
 from benchmarks.where import where
 from gems.draw.units import size
-from gems.machine import bytes_of
+from gems.hardware import bytes_of
 
 from .networks import NETWORKS
 from .results import Case, Results, Row, table

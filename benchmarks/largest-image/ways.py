@@ -14,7 +14,7 @@ from benchmarks.pipeline.ranks import RankError, Ranks
 from gems.draw.units import size
 from gems.errors import PlanError
 from gems.planner.explain import describe
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 from . import ours, peer, plain, streaming
 

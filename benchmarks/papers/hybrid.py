@@ -12,11 +12,11 @@ from time import perf_counter
 
 from benchmarks.papers.steps import network, priced
 from benchmarks.papers.tables import table
-from gems.graph import Graph
-from gems.machine import machine
-from gems.plans import Plan
+from gems.hardware import machine
+from gems.model.graph import Graph
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.simulation import simulate
 
 PUBLISHED = 0.9732
 V100 = machine("v100")

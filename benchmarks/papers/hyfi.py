@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from benchmarks.papers.steps import by_count, network, step
 from benchmarks.papers.tables import off, percent, table
-from gems.graph import Graph
-from gems.machine import Machine, machine
-from gems.plans import Plan
-from gems.timeline import Timeline
+from gems.hardware import Machine, machine
+from gems.model.graph import Graph
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
 
 SIDE = 2048
 PUBLISHED = {"ResNet-110-v2": 1.92, "AmoebaNet-D(18, 416)": 2.34, "AmoebaNet-D(18, 208)": 2.34}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from benchmarks.papers.steps import network, step
 from benchmarks.papers.tables import table
-from gems.costs import unit
-from gems.machine import machine
-from gems.plans import Plan
+from gems.hardware import machine
+from gems.model.costs import unit
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.simulation import simulate
 
 STAGES, SAMPLES = (2, 4, 8), (2, 4, 8)
 # As handed down, for the samples above and for ever more of them.

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from gems import models
-from gems.costs import Costs
-from gems.estimate import estimate
-from gems.graph import Graph
-from gems.machine import Machine
+from gems.hardware import Machine
+from gems.model.costs import Costs
+from gems.model.estimate import estimate
+from gems.model.graph import Graph
 from gems.planner.assign import stages, written
-from gems.plans import Plan
-from gems.price import price
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.stage_costs import price
+from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
-from gems.simulation import simulate
-from gems.timeline import Timeline
-from gems.torch.halos import with_halos
-from gems.torch.trace import trace
+from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.tracing.trace import trace
 
 
 @cache

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from benchmarks.papers.steps import network, priced
 from benchmarks.papers.tables import off, percent, table
-from gems.costs import Cost, Costs
-from gems.machine import machine
-from gems.plans import Plan
-from gems.schedule.check import require
+from gems.hardware import machine
+from gems.model.costs import Cost, Costs
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.core import Action, Kind, Schedule
-from gems.schedule.passes import lower
-from gems.simulation import simulate
+from gems.schedule.lower.passes import lower
+from gems.schedule.validate import require
 
 P40 = machine(Path(__file__).parent / "p40.json")
 

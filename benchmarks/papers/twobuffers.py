@@ -9,11 +9,11 @@ sends it.
 from __future__ import annotations
 
 from benchmarks.papers.tables import table
-from gems.costs import Cost, Costs, Edge
-from gems.live import live
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs, Edge
+from gems.plans.plan import Plan
+from gems.predict.memory import live
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.simulation import simulate
 
 WEIGHTS, ACTIVATIONS, INPUTS = 3200, 6400, 100
 

@@ -8,12 +8,12 @@ peak is simulated for a model in 100 equal stages, all on each rank, as FSDP's u
 from __future__ import annotations
 
 from benchmarks.papers.tables import table
-from gems.costs import Cost, Costs
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.state_bytes import share
 from gems.schedule.build import build
-from gems.schedule.passes import lower
-from gems.simulation import simulate
-from gems.zero import share
+from gems.schedule.lower.passes import lower
 
 PARAMETERS, RANKS, STAGES, STATE = 7.5e9, 64, 100, 6.0
 PUBLISHED = {"data parallel": 120.0, "stage 1": 31.4, "stage 2": 16.6, "stage 3": 1.88}  # GB

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.papers.tables import table
-from gems.costs import Cost, Costs
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.simulation import simulate
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from benchmarks.pipeline.network import BATCH, CHANNELS, PIXELS, batch, loss, ne
 from benchmarks.pipeline.peer import CHECK_PIXELS, KEYS, folded, looped, straight
 from benchmarks.pipeline.ranks import Ranks
 from benchmarks.pipeline.virtual import Done, busy, spread, virtual_seconds
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 
 Balance = tuple[int, ...]

@@ -16,7 +16,7 @@ from benchmarks.prediction.pairs import NETWORKS
 from benchmarks.where import where
 from gems.files import from_json
 from gems.planner.explain import describe
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 RANKS, WARM = 2, 2
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from benchmarks.prediction.pairs import NETWORKS, M
 from gems.files import from_json, to_json
-from gems.machine import machine
+from gems.hardware import machine
 from gems.planner.search import Wish
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
 

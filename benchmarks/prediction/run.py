@@ -16,7 +16,7 @@ from benchmarks.pipeline.ranks import Ranks
 from benchmarks.prediction.pairs import NETWORKS, PLANS, plan
 from benchmarks.prediction.steps import measured, predicted
 from benchmarks.where import where
-from gems.timeline import KINDS, Timeline
+from gems.predict.timeline import KINDS, Timeline
 
 WARM = 2
 

@@ -7,8 +7,8 @@ from functools import cache
 import torch.distributed as dist
 
 from benchmarks.prediction.pairs import NETWORKS, plan
-from gems.simulation import simulate
-from gems.timeline import Timeline
+from gems.predict.simulate import simulate
+from gems.predict.timeline import Timeline
 from gems.torch.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from benchmarks.pipeline.livebytes import LiveBytes
 from benchmarks.pipeline.ours import Still
 from benchmarks.spatial import exact
 from benchmarks.spatial.networks import WORK
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 
 PLANS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 ALONE = {"ranks": 1, "schedule": "sequential"}
 APART = {**ALONE, "balance": "memory"}

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.pipeline.livebytes import LiveBytes
-from gems.costs import Costs, mean
-from gems.machine import machine
+from gems.hardware import machine
+from gems.model.costs import Costs, mean
 from gems.models import build
-from gems.simulation import simulate, virtual
+from gems.predict.simulate import simulate, virtual
 from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
 

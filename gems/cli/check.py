@@ -11,10 +11,10 @@ from typing import Any
 from gems.cli.options import add_model, add_plan, plan_from, studied
 from gems.errors import GemsError
 from gems.files import read_text
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.schedule.build import lowered
-from gems.schedule.check import check
 from gems.schedule.core import parse
+from gems.schedule.validate import check
 
 
 def add(commands: Any) -> None:
@@ -48,7 +48,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
     """What of a plan does not fit the model: names, edges, and cuts that are not exact."""
-    from gems.machine import machine
+    from gems.hardware import machine
     from gems.planner.assign import stages, unkept, written
 
     graph, costs = studied(given, machine("cpu")).graph

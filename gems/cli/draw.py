@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
 from gems.cli.simulate import predicted
-from gems.costs import unit
 from gems.draw.chrome import chrome
 from gems.draw.cut.core import cut
 from gems.draw.cut.svg import svg as cut_svg
@@ -26,14 +25,15 @@ from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, faults
 from gems.files import from_json, read_text, write
-from gems.machine import machine
+from gems.hardware import machine
+from gems.model.costs import unit
 from gems.planner.assign import stages
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import Timeline, timeline_faults
 from gems.schedule.build import lowered
-from gems.schedule.check import require
 from gems.schedule.core import Schedule, parse
-from gems.simulation import simulate
-from gems.timeline import Timeline, timeline_faults
+from gems.schedule.validate import require
 
 EXAMPLES = """examples:
   gems draw --stages 4 --parts 8                      a schedule in unit costs: 1f1b

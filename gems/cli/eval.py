@@ -23,7 +23,7 @@ from gems.cli.options import add_model, add_plan, micro_batch
 from gems.cli.train import add_running, held, planned
 from gems.errors import GemsError
 from gems.files import write
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 if TYPE_CHECKING:
     from gems.data.source import Source
@@ -109,7 +109,7 @@ def part_of(given: argparse.Namespace) -> Source:
 
 def chosen(path: Path) -> Path:
     """A checkpoint or a file of weights as it is; of a run's folder, the best, else the newest."""
-    from gems.torch import manifest
+    from gems.torch.checkpoint import manifest
 
     if path.is_file() or (path / manifest.NAME).is_file():
         return path

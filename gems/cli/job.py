@@ -23,14 +23,14 @@ from gems.data.augment import Augment
 from gems.draw.units import size
 from gems.errors import GemsError
 from gems.files import to_json, write
-from gems.plans import Plan
-from gems.timeline import Timeline
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
+from gems.torch.checkpoint.manifest import latest, remove_all
+from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.interrupt import Interrupt
-from gems.torch.learning import learning_rates, optimizer
 from gems.torch.losses import loss
-from gems.torch.manifest import latest, remove_all
+from gems.torch.optimizers import learning_rates, optimizer
 from gems.torch.trainer import Step, Trainer
-from gems.torch.weight_files import read_weights
 
 if TYPE_CHECKING:
     from gems.data.source import Source

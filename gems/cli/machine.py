@@ -10,7 +10,7 @@ from gems.cli.options import add_machine
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.files import to_json, write
-from gems.machine import LOCAL, Link, Machine, machine
+from gems.hardware import LOCAL, Link, Machine, machine
 
 
 def add(commands: Any) -> None:
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     if given.machine is None:
-        from gems.torch.local import measured
+        from gems.torch.measure_machine import measured
 
         found = measured()
         print(f"wrote {write(LOCAL, to_json(found))}; --machine local means it from now on")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, read_text
-from gems.grid import HALOS, LAYOUTS
-from gems.keep import spelled
-from gems.machine import MACHINES, Machine
-from gems.offload import offload_of
-from gems.plans import PLACEMENTS, SCHEDULES, UPDATES, ZERO, Plan
+from gems.geometry.grid import HALOS, LAYOUTS
+from gems.hardware import MACHINES, Machine
+from gems.plans.offload import offload_of
+from gems.plans.plan import PLACEMENTS, SCHEDULES, UPDATES, ZERO, Plan
+from gems.plans.recompute import spelled
 
 if TYPE_CHECKING:
     from gems.data.source import Source

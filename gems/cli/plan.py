@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
-from gems.costs import Costs
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
 from gems.files import to_json, write
-from gems.graph import Graph
-from gems.machine import Machine, bytes_of, machine
+from gems.hardware import Machine, bytes_of, machine
+from gems.model.costs import Costs
+from gems.model.graph import Graph
 from gems.planner.assign import assign, stages
-from gems.plans import Plan
-from gems.price import price
+from gems.plans.plan import Plan
+from gems.predict.stage_costs import price
 
 
 def add(commands: Any) -> None:

@@ -79,7 +79,7 @@ def _folder(given: argparse.Namespace) -> Iterator[str]:
     if not getattr(given, "save", True) and given.save_every:
         yield f"--save-every {given.save_every} and --no-save: give one of them"
     if getattr(given, "export", None) is not None:
-        from gems.torch.weight_files import FORMATS
+        from gems.torch.checkpoint.weight_files import FORMATS
 
         if given.export.suffix not in FORMATS:
             yield f"--export {given.export}: the ending must be one of {', '.join(FORMATS)}"

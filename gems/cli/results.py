@@ -11,7 +11,7 @@ from gems.draw.svg import svg
 from gems.draw.table import report
 from gems.draw.units import heading, size
 from gems.files import to_json, write
-from gems.simulation import virtual
+from gems.predict.simulate import virtual
 
 if TYPE_CHECKING:
     from gems.cli.job import Job

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
-from gems.costs import unit
 from gems.draw.table import report
 from gems.draw.text import text
 from gems.files import to_json, write
-from gems.machine import machine
+from gems.hardware import machine
+from gems.model.costs import unit
 from gems.planner.assign import assign, stages
-from gems.price import price
+from gems.predict.simulate import simulate
+from gems.predict.stage_costs import price
+from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
-from gems.simulation import simulate
-from gems.timeline import Timeline
 
 
 def add(commands: Any) -> None:

@@ -10,7 +10,7 @@ from gems.cli.options import add_model, studied
 from gems.draw.table import table
 from gems.draw.units import size
 from gems.files import to_json, write
-from gems.machine import machine
+from gems.hardware import machine
 
 
 def add(commands: Any) -> None:

@@ -27,7 +27,7 @@ from gems.cli.options import add_machine, add_model, add_plan, micro_batch, plan
 from gems.cli.ranks import end_with_launcher, start
 from gems.cli.refuse import refuse
 from gems.errors import GemsError
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "radam")
 BACKENDS = ("gloo", "nccl", "mpi")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from gems.draw.mark import Mark
-from gems.plans import Plan
+from gems.plans.plan import Plan
 from gems.schedule.core import Fact, Kind, gives, needs
 
 

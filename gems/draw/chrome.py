@@ -14,9 +14,9 @@ from gems.draw.arrows import arrows
 from gems.draw.compare import aligned, difference, names
 from gems.draw.mark import Mark, marks
 from gems.draw.units import heading, stages_of
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.timeline import KINDS, Timeline
 from gems.schedule.core import Kind
-from gems.timeline import KINDS, Timeline
 
 COMPUTE, MESSAGES, AWAY = 0, 1, 2  # threads
 LANES = ("compute", "messages", "memory put away")

@@ -11,8 +11,8 @@ from dataclasses import replace
 from gems.draw.shapes import ACTIONS
 from gems.draw.units import counts_units, seconds
 from gems.errors import GemsError, faults
+from gems.predict.timeline import Event, Timeline
 from gems.schedule.core import Action
-from gems.timeline import Event, Timeline
 
 CALLED = {"simulated": "predicted", "wall": "measured"}
 

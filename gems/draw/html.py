@@ -18,8 +18,8 @@ from gems.draw.memory import peak_of
 from gems.draw.shapes import FLOOR, INK, MEMORY, PAPER, SOFT
 from gems.draw.table import report
 from gems.draw.units import counts_units, described, heading, stages_of
-from gems.plans import Plan
-from gems.timeline import KINDS, Timeline
+from gems.plans.plan import Plan
+from gems.predict.timeline import KINDS, Timeline
 
 PAGE = Path(__file__).parent / "page"
 DIGITS = 9  # of seconds: a nanosecond

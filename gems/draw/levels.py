@@ -13,7 +13,7 @@ from collections.abc import Callable
 from gems.draw.memory import Row, peak_of
 from gems.draw.text import Columns, columns, margin
 from gems.draw.units import size
-from gems.timeline import KINDS, Memory, Timeline
+from gems.predict.timeline import KINDS, Memory, Timeline
 
 BARS = " ▁▂▃▄▅▆▇█"
 FEW = 8  # ranks, up to which each kind has its row

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gems.draw.shapes import ACTIONS, INK
 from gems.draw.units import seconds
+from gems.predict.timeline import Event, Timeline
 from gems.schedule.core import Action
-from gems.timeline import Event, Timeline
 
 PALER = (ACTIONS["F"][2], "paler: replica 1")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from gems.draw.compare import names
 from gems.draw.shapes import BOLD, FLOOR, INK, MEMORY, SOFT, area, legend, line, rect, steps, words
 from gems.draw.units import size
-from gems.timeline import KINDS, Memory, Timeline
+from gems.predict.timeline import KINDS, Memory, Timeline
 
 HIGH, PITCH = 50, 64
 

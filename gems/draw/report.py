@@ -7,8 +7,8 @@ from html import escape
 
 from gems.draw.curves import Points, curves
 from gems.draw.html import html
-from gems.plans import Plan
-from gems.timeline import Timeline
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
 
 
 def report_page(

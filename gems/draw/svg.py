@@ -19,9 +19,9 @@ from gems.draw.mark import Mark, entries, marks
 from gems.draw.memory import Across, charts
 from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, legend, line, page, rect, words
 from gems.draw.units import counts_units, described, heading, scale, stages_of
-from gems.plans import Plan
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
 from gems.schedule.core import Action
-from gems.timeline import Timeline
 
 WIDTH, LEFT, RIGHT = 1200, 110, 24
 THIN, GAP = 5, 12  # the strip of messages under the boxes, and the air between two lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gems.draw.units import heading, size
-from gems.timeline import KINDS, Timeline
+from gems.predict.timeline import KINDS, Timeline
 
 
 def table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:

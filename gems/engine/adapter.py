@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from gems.predict.timeline import Memory
 from gems.schedule.core import Message
-from gems.timeline import Memory
-from gems.transport.core import Handle
+from gems.transport.protocol import Handle
 
 Tensors = dict[str, Any]
 

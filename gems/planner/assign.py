@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gems.costs import Costs
 from gems.errors import PlanError, faults
-from gems.graph import Graph, around, covering, crossings, members
-from gems.planner.cut import by_weight
-from gems.planner.room import fitted
-from gems.planner.underway import kept
-from gems.plans import Plan
+from gems.model.costs import Costs
+from gems.model.graph import Graph, around, covering, crossings, members
+from gems.planner.in_flight import kept
+from gems.planner.partition import by_weight
+from gems.planner.recompute_selection import fitted
+from gems.plans.plan import Plan
 
 
 def assign(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from gems.graph import Graph
-from gems.grid import square
-from gems.keep import Keep
-from gems.plans import ENDLESS, Plan
+from gems.geometry.grid import square
+from gems.model.graph import Graph
+from gems.plans.plan import ENDLESS, Plan
+from gems.plans.recompute import Keep
 from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other

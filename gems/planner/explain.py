@@ -8,9 +8,9 @@ from itertools import groupby
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
-from gems.grid import Grid
+from gems.geometry.grid import Grid
 from gems.planner.search import Candidate, Found, largest_kind
-from gems.plans import BIDIRECTIONAL, Plan
+from gems.plans.plan import BIDIRECTIONAL, Plan
 
 
 def describe(plan: Plan) -> str:

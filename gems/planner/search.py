@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from gems.costs import Costs
 from gems.errors import PlanError
-from gems.graph import Graph
-from gems.machine import Machine
-from gems.planner.bounds import least_bytes, standing
+from gems.hardware import Machine
+from gems.model.costs import Costs
+from gems.model.graph import Graph
 from gems.planner.candidates import (
     Choice,
     choices,
@@ -19,17 +18,18 @@ from gems.planner.candidates import (
     sharing,
     streaming,
 )
-from gems.planner.coarse import coarse, finer
-from gems.planner.cuts import Cuts
+from gems.planner.coarsen import coarse, finer
+from gems.planner.lower_bounds import least_bytes, standing
+from gems.planner.memo import Cuts
+from gems.planner.request import Wish
 from gems.planner.two_buffers import step_seconds
-from gems.planner.wish import Wish
-from gems.plans import ENDLESS, Plan
+from gems.plans.plan import ENDLESS, Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import KINDS, LINKS, Memory
 from gems.schedule.build import build
 from gems.schedule.core import Kind
 from gems.schedule.greedy import least
-from gems.schedule.passes import lower
-from gems.simulation import simulate
-from gems.timeline import KINDS, LINKS, Memory
+from gems.schedule.lower.passes import lower
 
 PROMISING = 1  # plans of which variants are tried that say little before they are simulated
 TIE = 1.05  # predictions that are closer than this say nothing

@@ -12,9 +12,9 @@ longer than that, the simulated step is longer than the rule's, and counts.
 
 from __future__ import annotations
 
-from gems.costs import Costs
-from gems.machine import Machine
-from gems.plans import Plan
+from gems.hardware import Machine
+from gems.model.costs import Costs
+from gems.plans.plan import Plan
 
 
 def step_seconds(plan: Plan, costs: Costs, machine: Machine) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gems.costs import Costs, unit
 from gems.errors import PlanError, note
-from gems.plans import ENDLESS, Plan
+from gems.model.costs import Costs, unit
+from gems.plans.plan import ENDLESS, Plan
 from gems.schedule import greedy
-from gems.schedule.check import require
 from gems.schedule.core import Schedule
-from gems.schedule.papers import (
+from gems.schedule.groups import project
+from gems.schedule.lower.passes import lower, recompute
+from gems.schedule.published import (
     gems,
     gpipe,
     interleaved,
@@ -20,8 +21,7 @@ from gems.schedule.papers import (
     two_buffers,
     zero_bubble,
 )
-from gems.schedule.passes import lower, recompute
-from gems.schedule.project import project
+from gems.schedule.validate import require
 
 PAPERS: dict[str, Callable[[Plan], Schedule]] = {
     "sequential": sequential.order,

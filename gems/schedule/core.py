@@ -28,7 +28,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gems.errors import ScheduleError, short
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 
 class Kind(str, Enum):

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 
-from gems.costs import Costs
 from gems.errors import PlanError
-from gems.plans import BIDIRECTIONAL, Plan
+from gems.model.costs import Costs
+from gems.plans.plan import BIDIRECTIONAL, Plan
 from gems.schedule.core import Action, Fact, Kind, Run, Schedule, gives, needs
 
 Priority = Callable[[Action], tuple[int, ...]]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from gems import errors
 from gems.errors import CheckpointError, GemsError
-from gems.transport.core import Transport
+from gems.transport.protocol import Transport
 
 T = TypeVar("T")
 # An error travels as its name, so that no rank makes anything but one of these.

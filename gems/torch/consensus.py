@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from gems.errors import GemsError, PeerError, ShapeError
-from gems.torch.random import key
-from gems.transport.core import Transport
-from gems.transport.torchdist import SAME
+from gems.torch.runtime.rng import key
+from gems.transport.protocol import Transport
+from gems.transport.torch_distributed import SAME
 
 Facts = Mapping[str, Any]  # what is compared, by what people call it; printable
 

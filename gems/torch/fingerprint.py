@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.geometry import Box
-from gems.torch.batch import Lazy
-from gems.torch.calls import Attr, Call, Ref, is_place
-from gems.torch.random import key
-from gems.torch.trace import Trace
+from gems.geometry.box import Box
+from gems.torch.runtime.microbatch import Lazy
+from gems.torch.runtime.rng import key
+from gems.torch.tracing.calls import Attr, Call, Ref, is_place
+from gems.torch.tracing.trace import Trace
 
 Tensor = torch.Tensor
 SMALL = 1 << 20  # bytes that are read whole at every step

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from gems.errors import GemsError, PeerError
 from gems.transport.board import FAILED, LOST, Board, FolderBoard, StoreBoard
-from gems.transport.core import Transport
 from gems.transport.heartbeat import Heartbeat
-from gems.transport.local import World
 from gems.transport.private import VARIABLE, Folder, meet
-from gems.transport.torchdist import (
+from gems.transport.protocol import Transport
+from gems.transport.threads import World
+from gems.transport.torch_distributed import (
     TIMEOUT,
     TorchDist,
     default_heartbeat,

@@ -1,113 +1,140 @@
-"""An optimizer's state by the names of the weights, so that it fits any plan.
+"""Optimizers and learning rates by name, as the command line takes them.
 
-Each rank has an optimizer of its own weights, made by the same function: the same groups with the
-same options, and in each group the weights that this rank has.
+Weight decay is for all parameters: biases and the weights of norms are not left out, as in torch.
+A learning rate over time is a function from the step (0 is the first update) to a factor of the
+learning rate, as `torch.optim.lr_scheduler.LambdaLR` takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from gems.errors import CheckpointError
+Factor = Callable[[int], float]
 
-Tensor = torch.Tensor
-
-
-@dataclass
-class Named:
-    """`groups` are options without weights; `names` are the weights of each; `rest` is whatever
-    else the optimizer's own state dict has."""
-
-    groups: list[dict[str, Any]]
-    names: list[list[str]]
-    state: dict[str, Any]
-    rest: dict[str, Any]
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+}
+MOMENTUM = {"sgd": 0.9, "rmsprop": 0.0}  # what those that have one take if none is given
 
 
-def kind(thing: Any) -> str:
-    return type(thing).__qualname__
+def optimizer(
+    name: str,
+    parameters: Iterable[Any],
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    momentum: float | None = None,
+) -> Optimizer:
+    """One of torch's optimizers. Only sgd (0.9 unless given) and rmsprop (0) have `momentum`.
 
-
-def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Named:
-    """The state of an optimizer of these parameters. Tensors are the optimizer's own."""
-    name_of = {id(p): name for name, p in parameters.items()}
-    whole = optimizer.state_dict()
-    groups, names, states = [], [], {}
-    for group, packed in zip(optimizer.param_groups, whole["param_groups"], strict=True):
-        mine = []
-        for p, number in zip(group["params"], packed["params"], strict=True):
-            if (name := name_of.get(id(p))) is not None:
-                mine.append(name)
-                if number in whole["state"]:
-                    states[name] = whole["state"][number]
-            elif p.numel():
-                raise CheckpointError(
-                    f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
-                    "model's; only what belongs to the model can be saved: make it a parameter of "
-                    "the model"
-                )
-        names.append(mine)
-        groups.append({k: v for k, v in packed.items() if k not in ("params", "param_names")})
-    rest = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
-    return Named(groups, names, states, rest)
-
-
-def give_back(
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    saved: Named,
-    exact: Iterable[str],
-) -> None:
-    """Load the options of all groups, and the state of those weights that are here.
-
-    The state of `exact` ones keeps its types; that of others is cast to their parameter's.
+    Weight decay is added to the gradient, or, in adamw, taken from the weights themselves.
     """
-    name_of = {id(p): name for name, p in parameters.items()}
-    number, groups, states = 0, [], {}
-    for group, options in zip(optimizer.param_groups, saved.groups, strict=True):
-        numbers = []
-        for p in group["params"]:
-            if (state := saved.state.get(name_of.get(id(p), ""))) is not None:
-                states[number] = {key: _laid_out(x, p) for key, x in state.items()}
-            numbers.append(number)
-            number += 1
-        groups.append({**options, "params": numbers})
-    optimizer.load_state_dict({"state": states, "param_groups": groups, **saved.rest})
-    for name in exact:
-        p = parameters[name]
-        _keep_types(optimizer.state.get(p, {}), saved.state.get(name, {}), p)
+    wrong = {
+        f"optimizer is {name!r}, not one of {', '.join(OPTIMIZERS)}": name not in OPTIMIZERS,
+        f"learning_rate is {learning_rate}, not above 0": not learning_rate > 0,
+        f"weight_decay is {weight_decay}, not 0 or more": not weight_decay >= 0,
+    }
+    if momentum is not None:
+        wrong |= {
+            f"{name} has no momentum to set to {momentum}; leave it out": name not in MOMENTUM,
+            f"momentum is {momentum}, not from 0 up to 1": not 0 <= momentum < 1,
+        }
+    if any(wrong.values()):
+        found = "; ".join(fault for fault, is_so in wrong.items() if is_so)
+        raise ValueError(f"this optimizer cannot be made: {found}")
+    more = {}
+    if name in MOMENTUM:
+        more["momentum"] = MOMENTUM[name] if momentum is None else momentum
+    return OPTIMIZERS[name](parameters, lr=learning_rate, weight_decay=weight_decay, **more)
 
 
-def give_state(
-    optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any], *, exact: bool
-) -> None:
-    """Load the state of one weight, as `give_back` would with all others'."""
-
-    def cast(key: str, x: Any) -> Any:
-        if not isinstance(x, Tensor) or key == "step":
-            return x
-        floats = parameter.is_floating_point() and not exact
-        x = x.to(parameter.device, parameter.dtype if floats else x.dtype)
-        return _laid_out(x, parameter)
-
-    optimizer.state[parameter] = {key: cast(key, x) for key, x in state.items()}
+# --- learning rates -------------------------------------------------------------------------------
 
 
-def _keep_types(here: dict[str, Any], saved: Mapping[str, Any], p: nn.Parameter) -> None:
-    """torch casts state to its parameter's type; what was kept finer must come back as it was."""
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and here[key].dtype != value.dtype:
-            here[key] = _laid_out(value.to(here[key].device), p)
+def constant() -> Factor:
+    return lambda step: 1.0
 
 
-def _laid_out(x: Any, parameter: nn.Parameter) -> Any:
-    """State in the memory format of its parameter: fused optimizers walk through both memories."""
-    if not isinstance(x, Tensor) or x.shape != parameter.shape or x.stride() == parameter.stride():
-        return x
-    return torch.empty_like(parameter, dtype=x.dtype, device=x.device).copy_(x)
+def step_decay(factor: float, every: int) -> Factor:
+    """Times `factor` after each `every` steps: 1, …, 1, factor, …, factor, factor², …"""
+    if not 0 < factor <= 1 or every < 1:
+        raise ValueError(
+            f"step decay by {factor} every {every} steps: "
+            "give a factor above 0, up to 1, and 1 step or more"
+        )
+    return lambda step: factor ** (step // every)
+
+
+def cosine(steps: int, floor: float = 0.0) -> Factor:
+    """From 1 down to `floor` in half a wave over `steps`, and there from then on."""
+    if steps < 1 or not 0 <= floor <= 1:
+        raise ValueError(
+            f"cosine over {steps} steps down to {floor}: "
+            "give 1 step or more, and a floor from 0 to 1"
+        )
+
+    def factor(step: int) -> float:
+        wave = (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
+        return floor + (1 - floor) * wave
+
+    return factor
+
+
+def warmed_up(then: Factor, steps: int) -> Factor:
+    """`then`, delayed by `steps` that climb in a straight line to where it begins."""
+    if steps < 0:
+        raise ValueError(f"warm-up takes {steps} steps; give 0 or more")
+    return lambda step: then(0) * (step + 1) / steps if step < steps else then(step - steps)
+
+
+def learning_rates(
+    kind: str,
+    *,
+    steps: int | None = None,
+    factor: float | None = None,
+    every: int | None = None,
+    floor: float | None = None,
+    warm_up: int = 0,
+) -> Factor:
+    """A schedule by name: "constant", "step" (`factor`, `every` so many steps), "cosine" (`steps`
+    of the whole run, `floor`), each after `warm_up` steps, which are part of `steps`.
+
+        LambdaLR(optimizer, learning_rates("step", factor=0.1, every=30 * steps_per_epoch))
+    """
+    given = {"steps": steps, "factor": factor, "every": every, "floor": floor}
+    given = {name: value for name, value in given.items() if value is not None}
+    if kind not in KINDS:
+        raise ValueError(f"learning rates are {', '.join(KINDS)}, not {kind!r}")
+    make, needs, may = KINDS[kind]
+    missing, useless = sorted(needs - set(given)), sorted(set(given) - needs - may)
+    problems = [
+        *([f"needs {', '.join(missing)}"] if missing else []),
+        *([f"has no {', '.join(useless)}"] if useless else []),
+    ]
+    if problems:
+        raise ValueError(f"the learning rate {kind!r} {' and '.join(problems)}")
+    if "steps" in given:
+        if given["steps"] <= warm_up:
+            raise ValueError(
+                f"a run of {given['steps']} steps has no more than the {warm_up} of its warm-up"
+            )
+        given["steps"] -= warm_up
+    return warmed_up(make(**given), warm_up)
+
+
+# Name to function, what it needs, and what it may have.
+KINDS: dict[str, tuple[Callable[..., Factor], set[str], set[str]]] = {
+    "constant": (constant, set(), set()),
+    "step": (step_decay, {"factor", "every"}, set()),
+    "cosine": (cosine, {"steps"}, {"floor"}),
+}

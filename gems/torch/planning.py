@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.costs import Costs
 from gems.errors import GemsError, PlanError
-from gems.estimate import estimate
-from gems.graph import Graph
-from gems.machine import Machine, bytes_of
-from gems.machine import machine as machine_of
+from gems.hardware import Machine, bytes_of
+from gems.hardware import machine as machine_of
+from gems.model.costs import Costs
+from gems.model.estimate import estimate
+from gems.model.graph import Graph
 from gems.planner.explain import chosen, explain
 from gems.planner.search import Found, Wish, search
-from gems.plans import SCHEDULES, Plan
-from gems.torch.halos import with_halos
-from gems.torch.profile import measure
-from gems.torch.trace import as_module, trace
+from gems.plans.plan import SCHEDULES, Plan
+from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.tracing.profile import measure
+from gems.torch.tracing.trace import as_module, trace
 
 OBJECTIVES = ("time", "memory", "image")
 STEP = 32  # sides of images are tried in steps of so many cells

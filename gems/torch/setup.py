@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.costs import Costs, mean
 from gems.errors import PeerError, PlanError
-from gems.estimate import estimate
 from gems.files import from_json
-from gems.machine import Machine
+from gems.hardware import Machine
+from gems.model.costs import Costs, mean
+from gems.model.estimate import estimate
 from gems.planner.assign import stages, written
 from gems.planner.explain import chosen, explain
-from gems.planner.room import fitted
+from gems.planner.recompute_selection import fitted
 from gems.planner.search import Wish, search
-from gems.plans import ENDLESS, Plan
-from gems.price import price
+from gems.plans.plan import ENDLESS, Plan
+from gems.predict.stage_costs import price
+from gems.predict.state_bytes import needed, share
 from gems.schedule.build import lowered
-from gems.schedule.check import require
 from gems.schedule.core import Kind, Schedule
-from gems.schedule.offload import BETWEEN
-from gems.schedule.passes import lower, recompute
-from gems.torch.adapter import PRECISIONS
-from gems.torch.halos import with_halos
-from gems.torch.profile import measure
-from gems.torch.record import REMEDY
-from gems.torch.trace import Trace, trace
-from gems.transport.core import Transport
-from gems.zero import needed, share
+from gems.schedule.lower.offload import BETWEEN
+from gems.schedule.lower.passes import lower, recompute
+from gems.schedule.validate import require
+from gems.torch.runtime.adapter import PRECISIONS
+from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.tracing.profile import measure
+from gems.torch.tracing.recorder import REMEDY
+from gems.torch.tracing.trace import Trace, trace
+from gems.transport.protocol import Transport
 
 log = logging.getLogger(__name__)
 

@@ -15,22 +15,18 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from gems import machine as machines
-from gems.costs import Costs
-from gems.engine.loop import Engine
+from gems import hardware as machines
+from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
-from gems.plans import ENDLESS, Plan
+from gems.model.costs import Costs
+from gems.plans.plan import ENDLESS, Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import Memory, Timeline, merged
 from gems.schedule.core import Schedule
-from gems.schedule.passes import forward_only
-from gems.simulation import simulate
-from gems.timeline import Memory, Timeline, merged
+from gems.schedule.lower.passes import forward_only
 from gems.torch import fingerprint, settings
-from gems.torch.adapter import PRECISIONS, Loss, TorchAdapter
-from gems.torch.advance import free_buffers
 from gems.torch.agree import together
-from gems.torch.batch import Batch, describe, split, tensors
-from gems.torch.bucket import restored
-from gems.torch.closing import closable, connected
+from gems.torch.checkpoint.weight_files import write_weights
 from gems.torch.consensus import (
     Claim,
     agree,
@@ -40,26 +36,31 @@ from gems.torch.consensus import (
     listed,
     refuse_failed,
 )
-from gems.torch.endless import Run
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import device_for
-from gems.torch.loss_weights import Leaves, parameters_of, place, whole_loss_state, with_loss
-from gems.torch.malloc import lean, trim
-from gems.torch.outputs import collect
-from gems.torch.penalty import Penalty, Regularizer
-from gems.torch.pieces import share_out
-from gems.torch.random import key
-from gems.torch.replicate import replicate
-from gems.torch.rollback import Rollback
-from gems.torch.scale import LossScale
+from gems.torch.lifetime import closable, connected
+from gems.torch.offload.malloc import lean, trim
+from gems.torch.offload.stores import Store, store
+from gems.torch.runtime.adapter import PRECISIONS, Loss, TorchAdapter
+from gems.torch.runtime.async_pipeline import Run
+from gems.torch.runtime.loss_parameters import (
+    Leaves,
+    parameters_of,
+    place,
+    whole_loss_state,
+    with_loss,
+)
+from gems.torch.runtime.microbatch import Batch, describe, split, tensors
+from gems.torch.runtime.outputs import collect
+from gems.torch.runtime.regularizer import Penalty, Regularizer
+from gems.torch.runtime.rng import key
+from gems.torch.runtime.sampleless_buffers import free_buffers
 from gems.torch.setup import Surroundings, set_up
-from gems.torch.sparse import dense, embeddings, reject_rows, square
-from gems.torch.spatial.team import CHANNEL
-from gems.torch.store import Store, store
-from gems.torch.trace import as_module
-from gems.torch.update import REST, Updates
-from gems.torch.weight_files import write_weights
-from gems.torch.weights import (
+from gems.torch.spatial.group import CHANNEL
+from gems.torch.state.grad_bucket import restored
+from gems.torch.state.loss_scale import LossScale
+from gems.torch.state.optimizer_step import REST, Updates
+from gems.torch.state.ownership import (
     Initialize,
     Unmade,
     keep_only,
@@ -71,7 +72,12 @@ from gems.torch.weights import (
     unordered,
     whole_state,
 )
-from gems.transport.core import Done, Handle, Transport
+from gems.torch.state.replicate import replicate
+from gems.torch.state.rollback import Rollback
+from gems.torch.state.sharded_optimizer import share_out
+from gems.torch.state.sparse_gradients import dense, embeddings, reject_rows, square
+from gems.torch.tracing.trace import as_module
+from gems.transport.protocol import Done, Handle, Transport
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -804,9 +810,9 @@ class Trainer:
 
         It may be called between any two steps, also while calls of `step` make one update.
         """
-        from gems.torch import (
-            checkpoint,
-        )  # loads DCP, for which those who do not save need not wait
+        from gems.torch.checkpoint import (
+            save_load as checkpoint,  # loads DCP, for which those who do not save need not wait
+        )
 
         self.refuse_unusable()
         self.flush()
@@ -823,7 +829,7 @@ class Trainer:
         then; `strict=False` takes the weights that fit, and starts training afresh where optimizer
         or scheduler do not. Nothing in the file can run code.
         """
-        from gems.torch import checkpoint
+        from gems.torch.checkpoint import save_load as checkpoint
 
         self.refuse_unusable()
         self.flush()

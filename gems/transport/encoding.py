@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gems.costs import Cost, Costs, Edge
 from gems.errors import GemsError, PeerError
-from gems.timeline import Event, Memory, Timeline
+from gems.model.costs import Cost, Costs, Edge
+from gems.predict.timeline import Event, Memory, Timeline
 
 MOST = 1 << 30  # bytes that one rank may tell in one call
 HEADER = 8

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from gems.errors import PlanError
-from gems.plans import ENDLESS, Plan
+from gems.plans.plan import ENDLESS, Plan
 from tests.generate.models import Model, draw_model
 from tests.generate.optimizers import OPTIMIZERS, SCHEDULERS, SPARSE
 from tests.generate.plans import Options, draw_plan

@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 from gems.errors import PlanError, ScheduleError
-from gems.offload import WHAT, WHERE
-from gems.plans import SCHEDULES, Plan
+from gems.plans.offload import WHAT, WHERE
+from gems.plans.plan import SCHEDULES, Plan
 from gems.schedule.build import lowered
 from gems.schedule.core import Kind
 

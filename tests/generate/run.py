@@ -20,9 +20,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.errors import LossError, PeerError, PlanError, ShapeError, TraceError
-from gems.plans import ENDLESS, Plan
+from gems.plans.plan import ENDLESS, Plan
 from gems.torch.trainer import Trainer
-from gems.transport.local import World
+from gems.transport.threads import World
 from tests.exact import Recordings, part, samples_in
 from tests.generate.cases import Case
 from tests.generate.models import BATCH_DIM, Net, batch, build, copy_of, draws, loss
@@ -225,7 +225,8 @@ def planned(case: Case, model: Net, seconds: float = SECONDS) -> Outcome:
     """All phases, and what all ranks agreed on."""
     found = Outcome()
     # Two at most are compared; many recordings of one model would take most of the time.
-    with tempfile.TemporaryDirectory() as folder, mock.patch("gems.torch.trace.record", Shared()):
+    recording = mock.patch("gems.torch.tracing.trace.record", Shared())
+    with tempfile.TemporaryDirectory() as folder, recording:
         for options, steps in phases(case):
             plan = Plan(**options)
             outcomes = ranks(plan.world, work(case, model, plan, steps, Path(folder)), seconds)

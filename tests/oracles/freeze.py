@@ -16,11 +16,11 @@ import torch
 
 import gems
 from gems import models
-from gems.costs import Cost, Costs, Edge
 from gems.files import to_json
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs, Edge
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
-from gems.simulation import simulate
 from tests.generate.plans import draw_plan
 from tests.saved import GEMS, momentum, on_ranks, trained
 

@@ -10,7 +10,7 @@ Ranks that are stopped (SIGSTOP) are killed once all others have ended.
 A request may have `"signals": [[path, seconds, rank, signal], ...]`: so long after this path exists
 (null: after the start), this rank gets the signal.
 
-    ranks.py gems.torch.checkpoint    also imports this beforehand
+    ranks.py gems.torch.checkpoint.save_load    also imports this beforehand
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gems.costs import Cost, Costs, of_stages
 from gems.draw.units import seconds, size
-from gems.graph import Graph, crossings
-from gems.plans import Plan
+from gems.model.costs import Cost, Costs, of_stages
+from gems.model.graph import Graph, crossings
+from gems.plans.plan import Plan
 
 CELLS = 48  # as many as can be told apart side by side; more blocks are folded
 

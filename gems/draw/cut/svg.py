@@ -27,7 +27,7 @@ from gems.draw.shapes import (
     words,
 )
 from gems.draw.units import listed, seconds, size
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 LEFT, RIGHT, BETWEEN = 110, 24, 14  # margins, and the air between two stages
 NARROW = 104  # the least width of a stage, for its words

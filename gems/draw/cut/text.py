@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from gems.draw.cut.core import Cut, stays_put
 from gems.draw.units import listed, size
-from gems.plans import Plan
+from gems.plans.plan import Plan
 
 
 def text(cut: Cut, plan: Plan | None = None) -> str:

@@ -18,17 +18,17 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
-from gems.geometry import Box
-from gems.graph import Value, Weight
-from gems.layout import Layout, Spans, clipped
-from gems.torch.calls import Attr, Call, Ref, is_place
-from gems.torch.defer import Entry
-from gems.torch.random import Draws
-from gems.torch.record import name_of
-from gems.torch.spatial.reparametrized import plain_type, prepare, prepared, shown
-from gems.torch.spatial.stash import Slabs
-from gems.torch.spatial.team import Exchange, Fetch, Framed, Team
-from gems.windows import Same, Window
+from gems.geometry.box import Box
+from gems.geometry.layout import Layout, Spans, clipped
+from gems.geometry.window import Same, Window
+from gems.model.graph import Value, Weight
+from gems.torch.runtime.rng import Draws
+from gems.torch.runtime.split_backward import Entry
+from gems.torch.spatial.group import Exchange, Fetch, Framed, Team
+from gems.torch.spatial.halo_stash import Slabs
+from gems.torch.spatial.rules.parametrized import plain_type, prepare, prepared, shown
+from gems.torch.tracing.calls import Attr, Call, Ref, is_place
+from gems.torch.tracing.recorder import name_of
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]

@@ -1,0 +1,48 @@
+"""Carry out a run without end, one window per batch: what is under way at its end stays so."""
+
+from __future__ import annotations
+
+from gems.engine.adapter import Adapter
+from gems.engine.executor import Engine, Update
+from gems.plans.plan import Plan
+from gems.predict.timeline import Timeline
+from gems.schedule.async_window import AT_ONCE, Window, windows
+from gems.schedule.core import Schedule
+from gems.schedule.lower.passes import receipts
+from gems.transport.protocol import Transport
+
+
+class Endless:
+    """One rank of a plan whose batches follow each other. The adapter is given two at a time, by
+    the names of `plan.on_end(2)`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        adapter: Adapter,
+        transport: Transport,
+        update: Update,
+    ) -> None:
+        proofs = receipts(schedule, plan.unrolled)[transport.rank]
+        self.windows = windows(schedule.ranks[transport.rank], proofs, plan)
+        nothing = Schedule(((),) * plan.world)
+        self.engine = Engine(plan.on_end(AT_ONCE), nothing, adapter, transport, update)
+        self.going = False
+
+    def step(self, batch: int, number: int = 0) -> Timeline:
+        """The window of a batch."""
+        if not self.going:
+            self.engine.clear()
+        part = self.windows.next if self.going else self.windows.first
+        self.going = True
+        return self._run(part[batch % AT_ONCE], number, ends=False)
+
+    def rest(self, batch: int, number: int = 0) -> Timeline:
+        """What is left of the last batch. Nothing is under way then."""
+        found = self._run(self.windows.rest[batch % AT_ONCE], number, ends=True)
+        self.going = False
+        return found
+
+    def _run(self, window: Window, number: int, *, ends: bool) -> Timeline:
+        return self.engine.run(window.actions, window.proofs, number, ends=ends)

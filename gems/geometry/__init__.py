@@ -1,0 +1,1 @@
+"""Integers of tensors that are cut: boxes, layouts, windows, grids."""

@@ -1,0 +1,46 @@
+"""What blocks cost on a machine, from the graph alone: a roofline, nothing is run.
+
+Time follows the slower of arithmetic and memory traffic, plus a launch. An input gradient does the
+arithmetic of its forward, and reads what was kept besides; so does a weight gradient, where there
+are weights that are multiplied with.
+"""
+
+from __future__ import annotations
+
+from gems.hardware import Device, Machine
+from gems.model.costs import Cost, Costs
+from gems.model.graph import Block, Graph
+
+
+def estimate(graph: Graph, machine: Machine) -> Costs:
+    """Seconds and bytes of every block, in order."""
+    return Costs(
+        tuple(_cost(graph, i, block, machine.device) for i, block in enumerate(graph.blocks))
+    )
+
+
+def _cost(graph: Graph, index: int, block: Block, device: Device) -> Cost:
+    def seconds(flops: float, moved: float) -> float:
+        arithmetic = flops / (device.compute_efficiency * device.flops)
+        traffic = moved / (device.memory_efficiency * device.bandwidth)
+        return max(arithmetic, traffic) + device.launch
+
+    back = any(graph.value[name].grad for name in block.writes)
+    through = back and any(graph.value[name].grad for name in block.reads)
+    learns = back and bool(block.parameters and block.flops)
+    stash, weights = graph.stash([index]), graph.held([index])
+    return Cost(
+        f=seconds(block.flops, block.moved),
+        i=seconds(block.flops, block.moved + stash) if through else 0.0,
+        w=seconds(block.flops, block.moved) if learns else 0.0,
+        stash=stash,
+        weights=weights,
+        gradients=graph.trained([index]),
+        workspace=_workspace(graph, block),
+        launch=device.launch,
+    )
+
+
+def _workspace(graph: Graph, block: Block) -> int:
+    """Bytes of what a block reads and writes, or of their gradients, while it runs."""
+    return sum(graph.value[name].bytes for name in (*block.reads, *block.writes))

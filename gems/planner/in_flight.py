@@ -1,0 +1,65 @@
+"""How many micro-batches are under way on a stage at once, in a plan's own order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+
+from gems.plans.plan import BIDIRECTIONAL, Plan
+from gems.predict.timeline import LIVE
+from gems.schedule.build import build
+from gems.schedule.core import Kind
+
+
+def kept(plan: Plan) -> list[float]:
+    """How many micro-batches each stage keeps for backward at most, in the plan's own order.
+
+    The stages of one rank share its memory, so each counts as often as there are; but not those of
+    two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one. What
+    is put away leaves two: one that is used, and one that comes or goes.
+    """
+    if plan.put_away("stash"):
+        return [2.0] * plan.depth
+    if plan.schedule in BIDIRECTIONAL:
+        return [1.0] * plan.depth
+    if plan.schedule == "auto":
+        counts = [1] * plan.depth
+    else:
+        counts = [stashes for stashes, _ in _counts(_order_of(plan))]
+    return [
+        float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
+        for stage, count in enumerate(counts)
+    ]
+
+
+def held(plan: Plan) -> list[int]:
+    """How many micro-batches wait on each stage, with nothing but its inputs, to be recomputed."""
+    if plan.schedule in (*BIDIRECTIONAL, "auto"):
+        return [0] * plan.depth
+    return [inputs for _, inputs in _counts(_order_of(plan))]
+
+
+def _order_of(plan: Plan) -> Plan:
+    """What of a plan matters to how many micro-batches are under way."""
+    keep = tuple(k if k in ("inputs", "except-last") else "all" for k in plan.keeps)
+    lanes = plan.lanes() if plan.cut else plan.one_copy()
+    return replace(lanes, stages=plan.depth, edges=None, keep=keep, why="")
+
+
+@lru_cache(maxsize=256)
+def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """For each stage the most stashes, and the most inputs without a stash, at once."""
+    order = build(plan)
+    found = []
+    for stage in range(plan.depth):
+        row = [a for a in order.ranks[plan.rank_of(stage, 0)] if a.stage == stage]
+        again = plan.keeps[stage] in ("inputs", "except-last")
+        later = [
+            again and a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row
+        ]
+        pairs = list(zip(row, later, strict=True))
+        stashes = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
+        inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)
+        found.append((max(stashes), max(inputs)))
+    return tuple(found)

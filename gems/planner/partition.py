@@ -1,0 +1,249 @@
+"""Where to cut a run of blocks: even pieces that fit first, then the least to send between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from gems.errors import PlanError
+from gems.model.costs import Costs
+from gems.model.graph import Graph
+
+STATE = 4  # weights, gradients and two moments of an optimizer, in units of the weights
+SLACK = 1.02  # a piece may be this much above the best possible if that saves messages
+
+
+def cut(
+    weights: Sequence[float],
+    crossing: Sequence[float],
+    parts: int,
+    speeds: Sequence[int] | None = None,
+    whole: Sequence[float] | None = None,
+    room: Room | None = None,
+) -> list[int]:
+    """Starts of `parts` runs with the smallest largest load; ties go to the least crossing.
+
+    `crossing[i]` is the price of a cut before item i. Every run has at least one item. A team of
+    `speeds[k]` ranks shares the weights of run k; of `whole`, each of them bears all. With `room`,
+    every run must have room for its bytes; if there is no such cut, bytes are evened out instead.
+    """
+    n = len(weights)
+    speeds, whole = speeds or (1,) * parts, whole or (0.0,) * n
+    items = list(zip(weights, whole, strict=True))
+    of_speed = {
+        speed: [0.0, *accumulate(weight / speed + held for weight, held in items)]
+        for speed in set(speeds)
+    }
+    sums = [of_speed[speed] for speed in speeds]
+    held = [[0.0, *accumulate(row)] for row in room.bytes] if room else None
+    fitting = Runs(sums, held, room.cap).cheapest(crossing) if room else None
+    return fitting or evened(held or sums, crossing)
+
+
+def evened(sums: Sequence[Sequence[float]], crossing: Sequence[float]) -> list[int]:
+    """Starts of runs with the smallest largest load; `sums[k]` adds up the weights in run k."""
+    n, parts = len(sums[0]) - 1, len(sums)
+    if n < parts:
+        raise PlanError(
+            f"{n} blocks cannot fill {parts} stages; use fewer stages, or a model that is recorded "
+            "in smaller pieces"
+        )
+    starts = Runs(sums).cheapest(crossing)
+    assert starts is not None, "without a cap there is a cut, for there are items enough"
+    return starts
+
+
+@dataclass(frozen=True)
+class Room:
+    """What each item takes in each run, `bytes[run][item]`, and how much a run may take."""
+
+    bytes: Sequence[Sequence[float]]
+    cap: float
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Items in a row, to be cut into runs: `sums[k]` adds up what they weigh in run k, and
+    `held[k]` what they take of `cap` there."""
+
+    sums: Sequence[Sequence[float]]
+    held: Sequence[Sequence[float]] | None = None
+    cap: float = inf
+
+    @property
+    def items(self) -> int:
+        return len(self.sums[0]) - 1
+
+    def _stop(self, run: int, start: int, limit: float) -> int:
+        """How far a run can go from here."""
+        found = _last(self.sums[run], start, limit * (1 + 1e-12))
+        return min(found, _last(self.held[run], start, self.cap)) if self.held else found
+
+    def _start(self, run: int, stop: int, limit: float) -> int:
+        """How far back a run that ends here can begin."""
+        found = _first(self.sums[run], stop, limit * (1 + 1e-12))
+        return max(found, _first(self.held[run], stop, self.cap)) if self.held else found
+
+    def fit(self, limit: float) -> bool:
+        """Whether the runs can hold all items: filling up one after the other gets furthest."""
+        at = 0
+        for run in range(len(self.sums)):
+            at = self._stop(run, at, limit)
+        return at == self.items
+
+    def smallest(self) -> float:
+        """The smallest limit that can be kept."""
+        low, high = 0.0, max(row[-1] for row in self.sums)
+        while high - low > 1e-6 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.fit(middle) else (middle, high)
+        return high
+
+    def cheapest(self, crossing: Sequence[float]) -> list[int] | None:
+        """Starts of runs with the least crossing among the even ones; None if no cut fits.
+
+        Every run has an item: where the smallest limit would leave one without, it is raised.
+        """
+        most = max(row[-1] for row in self.sums)
+        limit = SLACK * self.smallest()
+        while (found := self._cheapest(crossing, limit)) is None and limit < most:
+            limit = min(SLACK * limit, most) or most
+        return found
+
+    def _cheapest(self, crossing: Sequence[float], limit: float) -> list[int] | None:
+        """Dynamic programming over (runs, items) so far; a window slides over where a run began.
+
+        Only places are looked at that the runs before can reach and the runs behind can do with.
+        """
+        n, count = self.items, len(self.sums)
+        highs, lows = [0], [n]
+        for run in range(count):
+            highs.append(min(self._stop(run, highs[-1], limit), n - (count - 1 - run)))
+        for run in reversed(range(count)):
+            lows.append(max(self._start(run, lows[-1], limit), run))
+        lows.reverse()
+        if any(low > high for low, high in zip(lows, highs, strict=True)):
+            return None
+        best, came = {0: 0.0}, []
+        for run in range(count):
+            best, origin = self._advance(run, best, lows[run + 1], highs[run + 1], crossing, limit)
+            came.append(origin)
+        if n not in best:
+            return None
+        starts, at = [], n
+        for origin in reversed(came):
+            at = origin[at]
+            starts.append(at)
+        return starts[::-1]
+
+    def _advance(
+        self,
+        run: int,
+        best: dict[int, float],
+        low: int,
+        high: int,
+        crossing: Sequence[float],
+        limit: float,
+    ) -> tuple[dict[int, float], dict[int, int]]:
+        """The least crossing for every place where this run may stop, and where it began."""
+        waiting = deque(sorted(best))
+        window: deque[int] = deque()
+        found, origin = {}, {}
+        for stop in range(low, high + 1):
+            while waiting and waiting[0] < stop:
+                start = waiting.popleft()
+                while window and best[window[-1]] >= best[start]:
+                    window.pop()
+                window.append(start)
+            while window and self._stop(run, window[0], limit) < stop:
+                window.popleft()
+            if window:
+                price = crossing[stop] if stop < self.items else 0.0
+                found[stop], origin[stop] = best[window[0]] + price, window[0]
+        return found, origin
+
+
+def _last(sums: Sequence[float], start: int, limit: float) -> int:
+    return bisect_right(sums, sums[start] + limit) - 1
+
+
+def _first(sums: Sequence[float], stop: int, limit: float) -> int:
+    return bisect_left(sums, sums[stop] - limit)
+
+
+def by_weight(
+    graph: Graph,
+    costs: Costs,
+    parts: int,
+    what: str,
+    speeds: Sequence[int] | None = None,
+    *,
+    spatial: int = 0,
+    streamed: int = 0,
+    keeps: Sequence[float] | None = None,
+    cap: float | None = None,
+) -> list[int]:
+    """The stage of every block, with even `time` or `memory` on the ranks of all stages.
+
+    `speeds` says how many ranks run each stage together. The first `spatial` stages end before the
+    first block that cannot be cut, if they can; the first `streamed` ones right before the first
+    block that parts of the image cannot pass one after the other. If a stage keeps `keeps[s]`
+    micro-batches for backward, and must do with `cap` bytes, time is evened out under that.
+    """
+    blocks = len(graph.blocks)
+    whole = next((i for i, b in enumerate(graph.blocks) if b.whole), blocks)
+    if streamed:
+        spatial = streamed
+        whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), blocks)
+        split = spatial <= whole and parts - spatial <= blocks - whole and parts > spatial
+        stage_of = [] if split else _even(graph, costs, range(blocks), parts, what, speeds, keeps)
+    else:
+        stage_of = _even(graph, costs, range(blocks), parts, what, speeds, keeps, cap)
+        inside = all(stage >= spatial for stage in stage_of[whole:])
+        split = spatial and not inside and whole >= spatial and parts > spatial
+    if not split:
+        return stage_of  # if it cannot be, who cuts the stages refuses it, and knows why
+    sizes = list(speeds or (1,) * parts)
+    kept = list(keeps or (1.0,) * parts)
+    room = None if streamed else cap  # a streamed stage keeps next to nothing
+    first = _even(graph, costs, range(whole), spatial, what, sizes[:spatial], kept[:spatial], room)
+    rest = _even(
+        graph, costs, range(whole, blocks), parts - spatial, what, sizes[spatial:],
+        kept[spatial:], cap,
+    )  # fmt: skip
+    return first + [spatial + stage for stage in rest]
+
+
+def _even(
+    graph: Graph,
+    costs: Costs,
+    blocks: range,
+    parts: int,
+    what: str,
+    speeds: Sequence[int] | None,
+    keeps: Sequence[float] | None,
+    cap: float | None = None,
+) -> list[int]:
+    """The same for a run of blocks, counting its stages from 0."""
+    stash = graph.first_saved[blocks.start : blocks.stop]
+    items = costs.items[blocks.start : blocks.stop]
+    # Weights, their gradients and two moments of an optimizer are held beside the stash, and
+    # by every rank of a team.
+    state = [STATE * cost.weights for cost in items]
+    pairs = list(zip(keeps or (1.0,) * parts, speeds or (1,) * parts, strict=True))
+    distinct = {
+        (k, n): [k * s / n + held for s, held in zip(stash, state, strict=True)]
+        for k, n in set(pairs)
+    }
+    rows = [distinct[pair] for pair in pairs]
+    crossing = graph.crossing[blocks.start : blocks.stop]
+    if what == "memory":
+        starts = evened([[0.0, *accumulate(row)] for row in rows], crossing)
+    else:
+        room = Room(rows, cap) if cap is not None else None
+        starts = cut([cost.seconds for cost in items], crossing, parts, speeds, room=room)
+    return [bisect_right(starts, i) - 1 for i in range(len(blocks))]

@@ -1,0 +1,1 @@
+"""Time and memory of a plan before it runs."""

@@ -1,0 +1,120 @@
+"""What the stages of a plan cost each of their ranks on a machine: shares, strips and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, prod
+
+from gems.geometry.grid import Grid
+from gems.hardware import Link, Machine
+from gems.model.costs import Cost, Costs, Edge, of_stages, together
+from gems.model.graph import Block, Graph, crossings, members
+from gems.plans.plan import Plan
+from gems.predict.recompute_cost import kept_of, recomputing
+from gems.predict.streaming_cost import streamed
+
+
+def price(
+    blocks: Costs,
+    graph: Graph,
+    stage_of: Sequence[int],
+    plan: Plan,
+    machine: Machine,
+    stages: Costs | None = None,
+) -> Costs:
+    """Costs per stage, as a rank in the middle of each team bears them; messages over `machine`.
+
+    `stages` are the costs of the stages as one rank bears them, if those are known.
+    """
+    whole = (stages or of_stages(blocks, graph, stage_of)).over(machine.link)
+    items = []
+    groups = zip(whole.items, plan.grids, members(stage_of), strict=True)
+    for stage, (uncut, grid, mine) in enumerate(groups):
+        cost = uncut
+        if grid.size > 1:
+            link = machine.slowest(plan.team_of(stage, 0))
+            cut = [(graph.blocks[i], blocks[i]) for i in mine]
+            cost = _cut(uncut, cut, graph, grid, link, machine.device.call)
+        if (kept := kept_of(plan.keeps[stage], graph, mine)) is not None:
+            cost = recomputing(cost, uncut, graph, blocks, mine, kept)
+        if plan.streams[stage]:
+            call = machine.device.call
+            cost = streamed(uncut, graph, blocks, mine, plan.streams[stage], call)
+        items.append(cost)
+    messages = tuple(_kept(edge, graph, stage_of, plan) for edge in whole.messages)
+    return replace(whole, items=tuple(items), messages=messages, teams=plan.sizes)
+
+
+def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge:
+    """What a stage is sent, with what each rank of its team keeps of it if it runs again."""
+    grid, size = plan.grids[edge.target], 0.0
+    if grid.size == 1:
+        return edge
+    stays = grid == plan.grids[edge.source] and (
+        plan.team_of(edge.source, 0) == plan.team_of(edge.target, 0)
+    )
+    for name in crossings(graph, stage_of)[edge.source, edge.target]:
+        value = graph.value[name]
+        part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value.shape, grid)
+        shared = plan.share_inputs and part == 1
+        size += ceil(value.bytes / grid.size if shared else value.bytes * part)
+    return replace(edge, kept=round(size), stays=stays)
+
+
+def _cut(
+    stage: Cost,
+    blocks: Sequence[tuple[Block, Cost]],
+    graph: Graph,
+    grid: Grid,
+    link: Link,
+    call: float,
+) -> Cost:
+    """A stage on one of the tiles, or slices, that a grid cuts it into; Python takes `call` for
+    each block on a tile."""
+    parts, kept = [], 0.0
+    for block, cost in blocks:
+        messages, strips = _strips(block, grid)
+        sent = strips + block.sums * (grid.size - 1)
+        messages += (grid.size - 1) * block.totals
+        seconds = messages * link.latency + sent / link.bandwidth
+        parts.append(cost.part(_share(block, graph, grid), sent, seconds))
+        kept += strips * bool(block.saves)
+    found = together(parts)
+    # A storage that two blocks keep counts once, as in the whole stage.
+    alone = sum(cost.stash for _, cost in blocks)
+    once = stage.stash / alone if alone else 1.0
+    return replace(
+        found,
+        f=found.f + call * len(blocks) * bool(grid.tiles),
+        stash=found.stash * once + kept,
+        weights=stage.weights,
+        gradients=stage.gradients,
+    )
+
+
+def _share(block: Block, graph: Graph, grid: Grid) -> float:
+    """The part of a block that the largest of the tiles has; 1 for what is too small to be cut."""
+    if block.whole and grid.tiles:
+        return 1.0
+    return _part(graph.value[block.writes[0]].shape if block.writes else (), grid)
+
+
+def _part(shape: Sequence[int], grid: Grid) -> float:
+    if not grid.tiles:
+        return ceil(shape[0] / grid.batch) / shape[0] if shape and shape[0] else 1.0
+    if len(shape) < 2 + len(grid.tiles):
+        return 1.0
+    lengths = shape[-len(grid.tiles) :]
+    return prod(ceil(n / g) / n for n, g in zip(lengths, grid.tiles, strict=True) if n)
+
+
+def _strips(block: Block, grid: Grid) -> tuple[int, float]:
+    """Messages and bytes that a rank with neighbours on all sides sends for a layer's halo."""
+    messages, size = 0, 0.0
+    for strip, tiles in zip(reversed(block.strips), reversed(grid.tiles), strict=False):
+        if strip and tiles > 1:
+            sides = min(2, tiles - 1)
+            messages += sides * block.exchanges
+            size += strip / 2 * sides / (grid.size / tiles)
+    return messages, size

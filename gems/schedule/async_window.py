@@ -1,0 +1,160 @@
+"""A run without end, one window of actions per step: sums and updates in it, and its windows.
+
+An unrolled schedule has a few batches on end (`plan.unrolled`) and, after its last window, what is
+left of the last batch. What ranks really carry out repeats one window for as long as there are
+batches. Two batches are under way at once, so there messages and stashes are named by turns: micro-
+batch i of batch t is number t % 2 x m + i of `plan.on_end(2)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from gems.plans.plan import BATCHES, Plan
+from gems.schedule.core import Action, Kind, Message, Schedule
+
+AT_ONCE = 2  # batches under way
+Proofs = dict[tuple[Message, int], list[Message]]
+
+
+def update(schedule: Schedule, plan: Plan) -> Schedule:
+    """Insert sums and updates, and post each receive in the window that reads it.
+
+    A window runs before the next batch is known, hence its shapes, and whether there will be one.
+    Between two ranks all messages go one way, and are read in the order in which they were sent: so
+    this keeps the order of every link.
+    """
+    rows = ((a for _, a in sorted(_placed(row, plan), key=_window)) for row in schedule.ranks)
+    return Schedule(tuple(map(tuple, rows)))
+
+
+def _window(placed: tuple[int, Action]) -> int:
+    return placed[0]
+
+
+def batch_of(micro_batch: int, plan: Plan) -> int:
+    """The batch of a micro-batch of an unrolled schedule."""
+    return micro_batch % plan.unrolled.micro_batches // plan.micro_batches
+
+
+def number_of(micro_batch: int, plan: Plan) -> int:
+    """The number of a micro-batch of an unrolled schedule in its batch, over all copies."""
+    copy = micro_batch // plan.unrolled.micro_batches
+    return copy * plan.micro_batches + micro_batch % plan.micro_batches
+
+
+def window_of(stage: int, micro_batch: int, plan: Plan, *, forward: bool) -> int:
+    """In which window a stage runs it: backward so many forwards later as stages lie behind it."""
+    late = 0 if forward else plan.depth - 1 - stage
+    return (micro_batch % plan.unrolled.micro_batches + late) // plan.micro_batches
+
+
+def _placed(row: Sequence[Action], plan: Plan) -> Iterator[tuple[int, Action]]:
+    """Each action with its window; a sum after the messages of a batch's last backward, an update
+    before the first backward of the next, or at the end."""
+    backwards = [at for at, a in enumerate(row) if a.kind is Kind.BACKWARD and a.way != "<"]
+    last = {batch_of(row[at].micro_batch, plan): at for at in backwards}
+    summed: set[int] = set()
+    updates = window = 0
+    for at, action in enumerate(row):
+        s, i, forward = action.stage, action.micro_batch, action.kind is Kind.FORWARD
+        window = window_of(s, i, plan, forward=forward)
+        begins = action.computes and not forward and batch_of(i, plan) not in summed
+        if begins and updates < len(summed):
+            yield window, Action(Kind.UPDATE, s)
+            updates += 1
+        yield window, action
+        if at in last.values():
+            yield window, Action(Kind.REDUCE, s)
+            summed.add(batch_of(i, plan))
+    yield BATCHES, Action(Kind.UPDATE, row[-1].stage)
+
+
+# --- what one rank carries out, window by window --------------------------------------------------
+
+
+class Window(NamedTuple):
+    """One rank's actions, and what holding a message proves (see passes.receipts)."""
+
+    actions: tuple[Action, ...]
+    proofs: Proofs
+
+
+class Windows(NamedTuple):
+    """Of one rank: that of the first batch, that of any other, and what is left of the last one.
+
+    Each twice: for a batch, the newest, with an even number, and with an odd one.
+    """
+
+    first: tuple[Window, Window]
+    next: tuple[Window, Window]
+    rest: tuple[Window, Window]
+
+
+def windows(row: Sequence[Action], proofs: Proofs, plan: Plan) -> Windows:
+    """A rank's row of an unrolled schedule as windows, by the names of two batches at once."""
+    parts = [
+        Window(tuple(a), p) for a, p in zip(_cut(row, plan), _shared(proofs, plan), strict=True)
+    ]
+    middle = BATCHES // 2
+    return Windows(
+        first=_both(parts[0], 0, plan),
+        next=_both(parts[middle], middle, plan),
+        rest=_both(parts[BATCHES], BATCHES - 1, plan),
+    )
+
+
+def _cut(row: Sequence[Action], plan: Plan) -> list[list[Action]]:
+    found: list[list[Action]] = [[] for _ in range(BATCHES + 1)]
+    for window, action in _placed([a for a in row if a.kind not in _ADDED], plan):
+        found[window].append(action)
+    return found
+
+
+_ADDED = (Kind.REDUCE, Kind.UPDATE)
+
+
+def _shared(proofs: Proofs, plan: Plan) -> list[Proofs]:
+    """What each window learns from the messages that it takes."""
+    found: list[Proofs] = [{} for _ in range(BATCHES + 1)]
+    for (message, source), taken in proofs.items():
+        forward = message.what == "output"
+        window = window_of(message.target, message.micro_batch, plan, forward=forward)
+        found[window][message, source] = taken
+    return found
+
+
+def _both(window: Window, newest: int, plan: Plan) -> tuple[Window, Window]:
+    """As it is when the newest batch has an even number, and an odd one."""
+    even, odd = (_named(window, (newest + parity) % AT_ONCE, plan) for parity in range(AT_ONCE))
+    return even, odd
+
+
+def _named(window: Window, shift: int, plan: Plan) -> Window:
+    def name(micro_batch: int) -> int:
+        m = plan.micro_batches
+        copy = micro_batch // plan.unrolled.micro_batches
+        turn = (batch_of(micro_batch, plan) + shift) % AT_ONCE
+        return (copy * AT_ONCE + turn) * m + micro_batch % m
+
+    def message(old: Message) -> Message:
+        return old._replace(micro_batch=name(old.micro_batch))
+
+    actions = tuple(
+        a if a.kind in _ADDED else replace(a, micro_batch=name(a.micro_batch))
+        for a in window.actions
+    )
+    proofs = {
+        (message(held), source): [message(old) for old in taken]
+        for (held, source), taken in window.proofs.items()
+    }
+    return Window(actions, proofs)
+
+
+def place(name: int, plan: Plan) -> tuple[int, int]:
+    """Of a micro-batch by turns: whether its batch is even or odd, and its number in that batch."""
+    copy, within = divmod(name, AT_ONCE * plan.micro_batches)
+    turn, i = divmod(within, plan.micro_batches)
+    return turn, copy * plan.micro_batches + i

@@ -1,0 +1,17 @@
+"""GPipe: every forward, then every backward in reverse. Bubble (p - 1) / (m + p - 1)."""
+
+from __future__ import annotations
+
+from gems.plans.plan import Plan
+from gems.schedule.core import Action, Kind, Schedule
+
+
+def order(plan: Plan) -> Schedule:
+    samples = range(plan.micro_batches)
+    rows = []
+    for stages in plan.one_copy().stages_on:
+        forward = [Action(Kind.FORWARD, s, i) for s in stages for i in samples]
+        rows.append(
+            (*forward, *(Action(Kind.BACKWARD, a.stage, a.micro_batch) for a in reversed(forward)))
+        )
+    return Schedule(tuple(rows))

@@ -1,0 +1,317 @@
+"""Prove a schedule: all work done once and in its place, messages in one order, no deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+from gems.errors import ScheduleError, faults
+from gems.plans.plan import BATCHES, ENDLESS, Plan
+from gems.schedule.async_window import batch_of
+from gems.schedule.core import (
+    TOGETHER,
+    WHOLE,
+    Action,
+    Fact,
+    Kind,
+    Message,
+    Run,
+    Schedule,
+    gives,
+)
+
+ALL = ("output", "stash", "gradient", "weight")
+
+
+def check(schedule: Schedule, plan: Plan) -> list[str]:
+    """Every fault of the schedule under the plan; an empty list is the proof that it runs.
+
+    Both forms are understood: compute actions only, or lowered to messages and reductions.
+    """
+    if len(schedule.ranks) != plan.world:
+        return [f"the schedule has {len(schedule.ranks)} ranks, the plan {plan.world}"]
+    given, plan = plan, plan.unrolled
+    found = [*_wrong_work(schedule, plan)]
+    if any(action.way for _, action in schedule):
+        found += _wrong_messages(schedule, plan)
+    endless = given.schedule == ENDLESS
+    found += (_wrong_updates if endless else _wrong_reductions)(schedule, given)
+    found += _wrong_gathers(schedule, plan)
+    found += _wrong_stores(schedule, plan)
+    found += () if endless else _wrong_eager(schedule, plan)
+    return found or _deadlocks(schedule, plan)
+
+
+def require(schedule: Schedule, plan: Plan) -> Schedule:
+    """The schedule itself, or one error with all its faults."""
+    if found := check(schedule, plan):
+        raise ScheduleError(faults("this schedule cannot run:", found))
+    return schedule
+
+
+def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Forward once and backward once, whole or as input and weight gradient, each in its place.
+
+    All the ranks of a team do it, each of them once.
+    """
+    seen: Counter[tuple[Fact, int]] = Counter()
+    for rank, action in schedule:
+        if action.kind in WHOLE and action.stage < plan.depth:
+            continue
+        if action.stage >= plan.depth or action.micro_batch >= plan.total:
+            yield (
+                f"rank {rank}: {action} is outside the plan's {plan.depth} stages "
+                f"and {plan.total} micro-batches"
+            )
+            continue
+        replica = plan.replica_of(action.micro_batch)
+        team = plan.team_of(action.stage, replica)
+        if action.replica != replica:
+            yield f"rank {rank}: {action} belongs to replica {replica}, not {action.replica}"
+        elif rank not in team:
+            yield f"rank {rank}: {action} belongs on {_ranks(team)}"
+        home = team[0] if len(team) == 1 else rank
+        seen.update((fact, home) for fact in gives(action))
+    for stage, i, what in product(range(plan.depth), range(plan.total), ALL):
+        team = plan.team_for(stage, i)
+        for rank in team:
+            times = seen[Fact(what, stage, i), rank]
+            on = f" on rank {rank}" if len(team) > 1 else ""
+            if what == "stash" and not plan.recomputes(stage, i):
+                if times:
+                    again = Action(Kind.RECOMPUTE, stage, i, plan.replica_of(i))
+                    yield f"{again}{on} has nothing to do: by the plan, stage {stage} keeps it all"
+            elif times != 1:
+                yield f"the {what} of stage {stage}, micro-batch {i} is computed {times} times{on}"
+
+
+def _ranks(team: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(team) > 1)} {', '.join(map(str, team))}"
+
+
+def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Every message once on both ends and, because links are FIFO, in one order per link."""
+    wanted = _messages(plan)
+    for way, verb in ((">", "sent"), ("<", "received")):
+        due = {(m, r) for m, ends in wanted.items() for r in ends[way]}
+        moved = Counter((a.message, rank) for rank, a in schedule if a.way == way)
+        for message, rank in sorted({*due, *moved}):
+            if (times := moved[message, rank]) != ((message, rank) in due):
+                ranks = wanted[message][way] if message in wanted else ()
+                on = "" if ranks in ((), (rank,)) else f" on rank {rank}"
+                wants = int((message, rank) in due)
+                yield f"{_say(message)} is {verb} {times} times{on}, not {wants}"
+    for (a, b), (sent, received) in sorted(_links(schedule, wanted).items()):
+        both = set(sent) & set(received)
+        ends = ([m for m in dict.fromkeys(end) if m in both] for end in (sent, received))
+        for position, (x, y) in enumerate(zip(*ends, strict=True)):
+            if x != y:
+                yield (
+                    f"link {a} to {b}, message {position}: rank {a} sends {_say(x)}, "
+                    f"rank {b} expects {_say(y)}"
+                )
+                break
+
+
+Ends = dict[str, tuple[int, ...]]  # the ranks that send (`>`) and that receive (`<`)
+
+
+def _messages(plan: Plan) -> dict[Message, Ends]:
+    """What must travel in one step, and between which ranks."""
+    found: dict[Message, Ends] = {}
+    for i, (a, b) in product(range(plan.total), plan.chain):
+        here, there = plan.team_for(a, i), plan.team_for(b, i)
+        up = tuple(r for r in here if {r} != set(there))
+        down = tuple(r for r in there if {r} != set(here))
+        if up:
+            found[Message("output", a, b, i)] = {">": up, "<": down}
+            found[Message("gradient", b, a, i)] = {">": down, "<": up}
+    return found
+
+
+def _links(
+    schedule: Schedule, wanted: dict[Message, Ends]
+) -> dict[tuple[int, int], tuple[list[Message], list[Message]]]:
+    """For each pair of ranks what one sends to the other, and what that one expects, in order."""
+    links = defaultdict(lambda: ([], []))
+    for rank, action in schedule:
+        ends = wanted.get(action.message) if action.way else None
+        if ends is None or rank not in ends[action.way]:
+            continue
+        sends = action.way == ">"
+        for other in (r for r in ends["<" if sends else ">"] if r != rank):
+            sent, received = links[(rank, other) if sends else (other, rank)]
+            (sent if sends else received).append(action.message)
+    return links
+
+
+def _say(message: Message) -> str:
+    what, source, target, i = message
+    return f"the {what} of stage {source} for stage {target}, micro-batch {i}"
+
+
+def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """If any stage is reduced, each is, on all its holders, last, and in one order everywhere.
+
+    Collectives on one device pair up by order, so two ranks must not issue two of them crosswise.
+    """
+    if not any(action.kind is Kind.REDUCE for _, action in schedule):
+        return
+    for rank, row in enumerate(schedule.ranks):
+        done: set[int] = set()
+        for step, action in enumerate(row):
+            if action.computes and action.stage in done:
+                yield f"rank {rank}, step {step}: {action} comes after {action.stage}R"
+            if action.kind is Kind.REDUCE:
+                if action.stage in done:
+                    yield f"rank {rank}, step {step}: a second {action}"
+                done.add(action.stage)
+        if done != (mine := set(plan.stages_on[rank])):
+            yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
+    # Copies of a pipeline have the same few orders: one rank speaks for all that share its own.
+    together = TOGETHER if plan.zero == 3 else (Kind.REDUCE,)  # others fetch for themselves
+    orders = [tuple(a for a in row if a.kind in together) for row in schedule.ranks]
+    speakers = {order: rank for rank, order in reversed(list(enumerate(orders)))}
+    for (one, a), (other, b) in combinations(sorted(speakers.items(), key=lambda kv: kv[1]), 2):
+        stages = {x.stage for x in one} & {x.stage for x in other}
+        mine, theirs = ([x for x in order if x.stage in stages] for order in (one, other))
+        if mine != theirs:
+            gather = " and gather" if any(x.kind is Kind.GATHER for x in mine) else ""
+            yield f"ranks {a} and {b} reduce{gather} stages {sorted(stages)} in different orders"
+
+
+def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Of 2BW: each batch's gradients are summed when they are complete, and make an update before
+    the next batch adds to them, and before the next but one reads the weights."""
+    if not any(action.kind in WHOLE for _, action in schedule):
+        return
+    for rank, row in enumerate(schedule.ranks):
+        left = Counter(
+            batch_of(a.micro_batch, plan) for a in row if a.kind is Kind.BACKWARD and a.computes
+        )
+        sums = updates = 0
+        for step, action in enumerate(row):
+            at, batch = f"rank {rank}, step {step}: {action}", batch_of(action.micro_batch, plan)
+            if action.kind is Kind.REDUCE:
+                if left[sums]:
+                    yield f"{at} comes before {left[sums]} backwards of batch {sums}"
+                sums += 1
+            elif action.kind is Kind.UPDATE:
+                updates += 1
+                if updates > sums:
+                    yield f"{at} has no sum of gradients before it"
+            elif action.computes and action.kind is Kind.BACKWARD:
+                left[batch] -= 1
+                if updates < batch:
+                    yield f"{at} adds to gradients of batch {updates}, which wait for an update"
+            elif action.computes and updates < batch - 1:
+                yield f"{at} wants weights of {batch - 1} updates, and there were {updates}"
+        if (sums, updates) != (BATCHES, BATCHES):
+            yield f"rank {rank} sums {sums} times and updates {updates} times, not {BATCHES} each"
+
+
+def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Where weights are shared out, a stage's are gathered when it runs, and dropped at the end."""
+    lowered = any(a.way or a.kind in WHOLE for _, a in schedule)
+    for rank, row in enumerate(schedule.ranks):
+        here: set[int] = set()
+        for step, action in enumerate(row):
+            s = action.stage
+            shared = s < plan.depth and plan.gathers(s)
+            at = f"rank {rank}, step {step}: {action}"
+            if action.kind in (Kind.GATHER, Kind.DROP):
+                if not shared or s not in plan.stages_on[rank]:
+                    yield (
+                        f"{at} has nothing to do: no weights of stage {s} are shared out or put "
+                        "away there"
+                    )
+                elif (action.kind is Kind.GATHER) == (s in here):
+                    state = "here already" if s in here else "not here"
+                    yield f"{at}, but the weights of stage {s} are {state}"
+                here ^= {s}
+            elif lowered and shared and action.computes and s not in here:
+                yield f"{at} has no weights; it wants {Action(Kind.GATHER, s)} before it"
+        if here:
+            yield f"rank {rank} never drops the weights of stages {sorted(here)}"
+
+
+def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """What is put away is stored once, after forward, and loaded once, before it is used."""
+    for rank, row in enumerate(schedule.ranks):
+        state: dict[tuple[int, int], str] = {}
+        for step, action in enumerate(row):
+            key, at = (action.stage, action.micro_batch), f"rank {rank}, step {step}: {action}"
+            was = state.get(key, "")
+            if action.kind is Kind.STORE:
+                if not plan.put_away("stash"):
+                    yield f"{at} has nothing to do: by the plan, what is kept for backward stays"
+                elif was:
+                    yield f"{at}, but it is {was} already"
+                state[key] = "stored"
+            elif action.kind is Kind.LOAD:
+                if was != "stored":
+                    yield f"{at}, but it is {was or 'not stored'}{' already' * bool(was)}"
+                state[key] = "loaded"
+            elif action.computes and action.kind is not Kind.FORWARD:
+                if was == "stored":
+                    load = replace(action, kind=Kind.LOAD)
+                    yield f"{at} reads what is stored; it wants {load} before it"
+                state[key] = "used"
+
+
+def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """Eager updates: each stage's once, when its gradients are summed; else the step's end is."""
+    if not any(a.kind is Kind.REDUCE for _, a in schedule):
+        return
+    for rank, row in enumerate(schedule.ranks):
+        summed: set[int] = set()
+        updated: set[int] = set()
+        for step, action in enumerate(row):
+            at = f"rank {rank}, step {step}: {action}"
+            if action.kind is Kind.REDUCE:
+                summed.add(action.stage)
+            elif action.kind is Kind.UPDATE:
+                if plan.updates != "eager":
+                    yield f"{at} is not the plan's, whose updates are {plan.updates}"
+                elif action.stage not in summed:
+                    yield f"{at} comes before {action.stage}R"
+                elif action.stage in updated:
+                    yield f"{at} is the second of its stage"
+                updated.add(action.stage)
+        if plan.updates == "eager" and updated != (mine := set(plan.stages_on[rank])):
+            yield f"rank {rank} updates stages {sorted(updated)} but holds {sorted(mine)}"
+
+
+def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
+    """Run the order without time; whatever is left standing waits forever."""
+    run = Run(schedule, plan)
+    for _ in run:
+        pass
+    return [
+        f"rank {rank}, step {step}: {action} waits forever for "
+        + ", ".join([_spell(fact, action) for fact in missing] or _absent(run, rank))
+        for rank, step, action, missing in run.stuck()
+    ]
+
+
+def _absent(run: Run, rank: int) -> Iterator[str]:
+    """The others of a team that do not come, and what they have come to instead."""
+    for other in run.absent(rank):
+        head = run.head(other)
+        if head == run.head(rank):
+            yield f"rank {other}, which waits too"
+        else:
+            yield f"rank {other}, which is " + (f"at {head}" if head else "done")
+
+
+def _spell(fact: Fact, waiting: Action) -> str:
+    if fact.what in ("gathered", "summed"):
+        kind = Kind.GATHER if fact.what == "gathered" else Kind.REDUCE
+        return f"{Action(kind, fact.stage)} on all its ranks"
+    back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
+    kinds = {"output": Kind.FORWARD, "stash": Kind.RECOMPUTE, "gradient": back}
+    kinds["stored"] = Kind.STORE
+    kind = kinds.get(fact.what, Kind.WEIGHT)
+    return str(Action(kind, fact.stage, fact.micro_batch, waiting.replica))

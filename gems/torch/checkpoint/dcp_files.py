@@ -1,0 +1,171 @@
+"""Tensors to files and back, by torch.distributed.checkpoint (DCP), over any transport.
+
+Of DCP we use its planners, its file writer and reader, and its layout on disk, so that its own
+tools (`dcp_to_torch_save`, `dcp.load`) open our checkpoints. We do not use `dcp.save` and
+`dcp.load`: they talk over a process group, and our ranks may be threads, or have a group that is
+not the default one. The steps are theirs, with `transport.gather` in place of their collectives:
+
+    each rank: local plan ──gather──► global plan, the same on all ──► data files ──gather──► index
+
+Nor do we open DCP's index: `.metadata` is a pickle, and reading it would run what it says. We write
+it for others, and read ours from the manifest. The data files are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from gems.errors import CheckpointError
+from gems.torch.agree import together
+from gems.torch.checkpoint.atomic_folder import sync
+from gems.torch.checkpoint.manifest import Manifest, Place
+from gems.torch.state.released import form_of
+from gems.transport.encoding import sendable
+from gems.transport.protocol import Transport
+
+Tensor = torch.Tensor
+sendable(SavePlan, WriteItem, WriteItemType, TensorWriteData, ChunkStorageMetadata)
+sendable(TensorProperties, MetadataIndex, WriteResult, _StorageInfo, _StoragePrefix)
+
+
+def write(
+    folder: Path,
+    mine: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    transport: Transport,
+    doing: str,
+    present: Mapping[str, Callable[[], Tensor]],
+) -> dict[str, Place]:
+    """Every rank writes its own tensors, by keys like `model.stem.weight`; where all of them are.
+
+    `aliases` are further keys of tensors that somebody writes. No two ranks may have one key. What
+    has no memory now is asked for by its key, when its turn comes, of those that are `present`.
+    """
+    rank = transport.rank
+    planner, writer = _Planner(present), FileSystemWriter(folder, overwrite=False)
+
+    def planned() -> Any:
+        planner.set_up_planner(_nested(mine), is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def written() -> Any:
+        plan = planner.finish_plan(plans[rank])
+        return writer.write_data(plan, planner).wait() if plan.items else []
+
+    plans, metadata = planner.create_global_plan(together(transport, doing, planned))
+    plans = writer.prepare_global_plan(plans)
+    written_by = together(transport, doing, written)
+
+    found = {result.index.fqn: result for results in written_by for result in results}
+    same = [_renamed(metadata, alias, found[key]) for alias, key in aliases.items()]
+
+    def indexed() -> None:
+        if rank == 0:
+            writer.finish(metadata, [*written_by, same])
+            sync(folder)
+
+    together(transport, doing, indexed)
+    found |= {result.index.fqn: result for result in same}
+    forms = metadata.state_dict_metadata
+    return {key: _place(forms[key], result.storage_data) for key, result in found.items()}
+
+
+class _Planner(DefaultSavePlanner):
+    """One that gets tensors that are elsewhere, one at a time, when they are written."""
+
+    def __init__(self, present: Mapping[str, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self.present = present
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        get = self.present.get(index.fqn)
+        return super().lookup_object(index) if get is None else get()
+
+
+def _nested(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """By section: `model.stem.weight` becomes `stem.weight` of `model`, also for DCP's tools."""
+    sections: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = form_of(tensor).detach()
+    return sections
+
+
+def _renamed(metadata: Metadata, alias: str, written: WriteResult) -> WriteResult:
+    """A tied weight is written once, and found by each of its names."""
+    form = metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[written.index.fqn]
+    metadata.planner_data[alias] = tuple(alias.split(".", 1))
+    assert isinstance(form, TensorStorageMetadata)
+    index = MetadataIndex(alias, form.chunks[0].offsets, 0)
+    return dataclasses.replace(written, index=index)
+
+
+def _place(form: Any, info: _StorageInfo) -> Place:
+    dtype = str(form.properties.dtype).removeprefix("torch.")
+    return Place(tuple(form.size), dtype, info.relative_path, info.offset, info.length)
+
+
+def read(folder: Path, manifest: Manifest, keys: Iterable[str]) -> dict[str, Tensor]:
+    """These tensors, in host memory. Nothing else of the files is read."""
+    state: dict[str, Any] = {key: _room(key, manifest.tensors.get(key)) for key in keys}
+    metadata = _metadata({key: manifest.tensors[key] for key in state})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return state
+
+
+def dtype_of(place: Place) -> torch.dtype:
+    found = getattr(torch, place.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{place.dtype!r} is not a type of tensors in this torch")
+    return found
+
+
+def _room(key: str, place: Place | None) -> Tensor:
+    if place is None:
+        raise CheckpointError(f"the manifest lists no tensor {key}, which state.json refers to")
+    return torch.empty(place.shape, dtype=dtype_of(place))
+
+
+def _metadata(places: Mapping[str, Place]) -> Metadata:
+    """DCP's index, out of ours."""
+    forms: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for key, place in places.items():
+        start, shape = torch.Size([0] * len(place.shape)), torch.Size(place.shape)
+        properties = TensorProperties(dtype=dtype_of(place))
+        chunk = ChunkStorageMetadata(start, shape)
+        forms[key] = TensorStorageMetadata(properties, shape, [chunk])
+        storage[MetadataIndex(key, start, 0)] = _StorageInfo(place.file, place.offset, place.bytes)
+    return Metadata(forms, storage_data=storage)

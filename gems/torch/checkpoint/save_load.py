@@ -1,0 +1,234 @@
+"""Save a trainer and go on from there, bit for bit, or under another plan.
+
+A save walks: take (snapshot) -> a folder aside -> tensors by each rank (storage) -> state.json ->
+manifest.json -> the folder gets its name. Until the last step the checkpoint does not exist, and
+what existed before is as it was.
+
+All ranks must see the same folder: on a cluster, one of a shared file system.
+
+Measured 2026-11-16 on two busy cores, one rank, a local disk: ResNet-110-v2 with AdamW (1,658
+tensors, 43 MB) takes 0.9 s of CPU time to save and 0.9 s to load, half a millisecond per tensor in
+torch.save and torch.load, and 1.8 s by the wall clock each. Ranks share the work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from gems.errors import CheckpointError, short
+from gems.files import to_json
+from gems.torch.agree import together
+from gems.torch.checkpoint import manifest as manifests
+from gems.torch.checkpoint.atomic_folder import Draft, foreign, sync, write_synced
+from gems.torch.checkpoint.contents import (
+    Unfit,
+    joined,
+    own_random,
+    part_of,
+    put,
+    put_stage,
+    refuse,
+    take,
+    unfit,
+)
+from gems.torch.checkpoint.dcp_files import read, write
+from gems.torch.checkpoint.json_values import decode, references
+from gems.torch.checkpoint.manifest import (
+    FORMAT,
+    WHAT,
+    File,
+    Manifest,
+    Place,
+    measured,
+    number,
+    remove_old,
+)
+from gems.torch.checkpoint.validate import validate_random, validate_state, validate_training
+from gems.version import __version__
+
+if TYPE_CHECKING:
+    from gems.torch.trainer import Trainer
+
+log = logging.getLogger(__name__)
+STATE = "state.json"
+INDEX = ".metadata"  # DCP's own
+
+
+def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -> Path:
+    """Write a checkpoint; all ranks call it. See Trainer.save."""
+    target, transport = Path(path).absolute(), trainer.transport
+    doing = f"writing the checkpoint {target}"
+    draft: Draft | None = None
+
+    def begun() -> tuple[str, str]:
+        nonlocal draft
+        _check(target, keep)
+        if transport.rank == 0:
+            draft = Draft(target)
+        return str(target), str(draft.path) if draft else ""
+
+    def seen() -> None:
+        if any(where != str(target) for where, _ in places):
+            raise CheckpointError(
+                f"ranks were given different checkpoints: {sorted({w for w, _ in places})}; give "
+                "all of them the same path"
+            )
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"rank {transport.rank} does not see {folder}, which rank 0 made; save into a "
+                "folder of a file system that all ranks share"
+            )
+
+    try:
+        taken = take(trainer, extra)
+        places = together(transport, doing, begun)
+        folder = Path(places[0][1])
+        together(transport, doing, seen)
+        present = taken.present(trainer)
+        tensors = write(folder, taken.tensors, taken.aliases, transport, doing, present)
+        mine = {place.file for place in tensors.values() if _wrote(place, transport.rank)}
+        sums = together(transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)})
+        files = {name: file for found in sums for name, file in found.items()}
+
+        def finished() -> None:
+            if draft is not None:
+                _finish(draft, trainer, taken.plain, tensors, files)
+                if keep:
+                    remove_old(target, keep)
+
+        together(transport, doing, finished)
+    except BaseException:
+        if draft is not None:
+            draft.discard()
+        raise
+    log.info("saved step %s as %s", trainer.steps, target)
+    return target
+
+
+def _check(target: Path, keep: int) -> None:
+    if keep < 0:
+        raise CheckpointError(f"keep is {keep}; say how many to keep, or 0 for all")
+    if keep and number(target.name) < 0:
+        raise CheckpointError(
+            f"keep={keep} tells which of the numbered ones to keep, and {target.name!r} has no "
+            "number; name it like step-100"
+        )
+    if ".tmp-" in target.name:
+        raise CheckpointError(f"{target.name!r} is a name of unfinished checkpoints; take another")
+    if target.exists() and not (target / manifests.NAME).is_file():
+        raise CheckpointError(
+            f"{target} exists and is not a checkpoint, so it is not replaced; take another name"
+        )
+    if target.exists() and (strange := foreign(target)):
+        raise CheckpointError(
+            f"{target} holds {short(strange, 200)}, which GEMS did not write, so it is not "
+            "replaced; move that elsewhere, or take another name"
+        )
+
+
+def _wrote(place: Place, rank: int) -> bool:
+    """DCP names files after their writers."""
+    return place.file.startswith(f"__{rank}_")
+
+
+def _finish(
+    draft: Draft,
+    trainer: Trainer,
+    plain: Mapping[str, Any],
+    tensors: dict[str, Place],
+    files: dict[str, File],
+) -> None:
+    """Rank 0 has the last word: what is no tensor, the manifest, the name."""
+    write_synced(draft.path / STATE, (json.dumps(plain) + "\n").encode())
+    files = files | {name: measured(draft.path / name) for name in (STATE, INDEX)}
+    whole = Manifest(
+        WHAT, FORMAT, __version__, trainer.steps, json.loads(to_json(trainer.plan)), tensors, files
+    )
+    sync(draft.path)
+    write_synced(draft.path / manifests.NAME, manifests.text(whole).encode())
+    draft.publish()
+
+
+def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
+    """Go on from a checkpoint; all ranks call it. See Trainer.load."""
+    path, transport = Path(path).absolute(), trainer.transport
+    doing = f"loading the checkpoint {path}"
+
+    def verified() -> None:
+        nonlocal manifest
+        manifest = manifests.read(path)
+        names = sorted(manifest.files)
+        manifests.verify(path, manifest, names[transport.rank :: transport.world])
+
+    def compared() -> Unfit:
+        nonlocal plain
+        plain = state_in(path, manifest.tensors)
+        found = unfit(trainer, plain, manifest.tensors)
+        if trainer.optimizer is not None and not found.training:
+            validate_training(trainer, plain, manifest.tensors)
+        return found
+
+    def fetched() -> None:
+        nonlocal part, tensors
+        part = part_of(trainer, plain, manifest.tensors, found)
+        tensors = read(path, manifest, sorted(part.keys))
+        if part.training:
+            states = own_random(trainer, plain)
+            validate_random(decode(states, tensors), trainer.device)
+
+    def taken_over() -> None:
+        nonlocal extra
+        extra = put(trainer, plain, part, tensors)
+
+    def put_away() -> None:
+        for stage, keys in part.apart.items():
+            put_stage(trainer, plain, part, stage, read(path, manifest, sorted(keys)))
+
+    manifest = plain = part = tensors = extra = cast(Any, None)
+    together(transport, doing, verified)
+    found = joined(together(transport, doing, compared))
+    if strict:
+        refuse(found)
+    for why in (*found.weights, *found.training):
+        log.warning("not taken from %s: %s", path, why)
+    together(transport, doing, fetched)
+    # All was validated, so what fails now is a fault here; and the trainer has part of it.
+    half = f"{doing}, of which this trainer has a part now (make a new one),"
+    together(transport, half, taken_over)
+    tensors.clear()
+    together(transport, half, put_away)
+    log.info("loaded step %s from %s", trainer.steps, path)
+    return extra
+
+
+def state_in(path: Path, tensors: Mapping[str, Place]) -> dict[str, Any]:
+    """All that is no tensor, of a form that can be taken."""
+    plain = manifests.read_json(path / STATE)
+    validate_state(plain, tensors)
+    return plain
+
+
+def weights_in(path: Path) -> dict[str, Any]:
+    """The plain model's state dict out of a checkpoint, verified, in host memory."""
+    manifest = manifests.read(path)
+    manifests.verify(path, manifest)
+    try:
+        return _weights_in(path, manifest, state_in(path, manifest.tensors))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is not what GEMS writes ({type(error).__name__}); "
+            f"{manifests.REMEDY}"
+        ) from error
+
+
+def _weights_in(path: Path, manifest: Manifest, plain: Mapping[str, Any]) -> dict[str, Any]:
+    keys = [f"model.{label}" for label in manifest.section("model")]
+    tensors = read(path, manifest, {*keys, *references(plain["modules"])})
+    state = {key.removeprefix("model."): tensors[key] for key in keys}
+    return state | {label: decode(x, tensors) for label, x in plain["modules"].items()}

@@ -1,0 +1,282 @@
+"""What a checkpoint must hold before anything of a trainer changes: it may be forged.
+
+`validate_state` looks at state.json by itself, `validate_training` at what of it this trainer would
+take, and `validate_random` at states of generators, which only generators can judge.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gems.errors import CheckpointError, faults, short
+from gems.torch.checkpoint.contents import labelled, unlisted, weights_of
+from gems.torch.checkpoint.json_values import DECODE, references
+from gems.torch.checkpoint.manifest import REMEDY, Place
+
+if TYPE_CHECKING:
+    from gems.torch.trainer import Trainer
+
+Tensor = torch.Tensor
+Tensors = Mapping[str, Place]
+MOST = 2**53  # of counts: what a float holds exactly
+
+# Those whose state is one number or like the parameter. Others may keep what they like.
+ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
+    *("ASGD", "Rprop"),
+}
+
+
+def _reject(found: Iterable[str]) -> None:
+    if found := list(found):
+        raise CheckpointError(
+            faults(f"this checkpoint is damaged, or not one that GEMS wrote; {REMEDY}:", found)
+        )
+
+
+# --- by itself ------------------------------------------------------------------------------------
+
+
+def validate_state(plain: Any, tensors: Tensors) -> None:
+    """Raise unless `plain` has all fields of state.json, and refers to tensors that there are."""
+    if not isinstance(plain, dict):
+        _reject([f"state.json holds a {type(plain).__name__}, not an object"])
+    missing = [f"state.json has no {name}" for name in FIELDS if name not in plain]
+    wrong = [
+        f"{name} of state.json is {short(repr(plain[name]), 60)}"
+        for name, fits in {**FIELDS, "older": _is_object}.items()
+        if name in plain and not fits(plain[name])
+    ]
+    _reject(missing + wrong)
+    if plain["window"] and not 0 < plain["first"] <= plain["window"]:
+        wrong.append(f"first is {plain['first']} of a window of {plain['window']} samples")
+    lost = {x for x in references(plain) if not isinstance(x, str) or x not in tensors}
+    wrong += [f"state.json refers to a tensor {short(x, 60)}, which there is not" for x in lost]
+    _reject([*wrong, *_undecodable(plain, "state.json")])
+
+
+def _is_count(x: Any) -> bool:
+    return type(x) is int and 0 <= x < MOST
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _is_finite(x: Any) -> bool:
+    return -1e300 < x < 1e300
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, dict)
+
+
+def _are_names(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(name, str) for name in x)
+
+
+def _is_optimizer(x: Any) -> bool:
+    if x is None:
+        return True
+    if not isinstance(x, dict) or set(x) != {"kind", "groups", "rest"}:
+        return False
+    groups, rest = x["groups"], x["rest"]
+    named = isinstance(x["kind"], str) and isinstance(rest, dict)
+    plain = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    return named and plain and not {"state", "param_groups"} & set(rest)
+
+
+def _is_scheduler(x: Any) -> bool:
+    if x is None:
+        return True
+    fields = isinstance(x, dict) and set(x) == {"kind", "state"}
+    return fields and isinstance(x["kind"], str) and isinstance(x["state"], dict)
+
+
+def _is_scale(x: Any) -> bool:
+    if x is None:
+        return True
+    fields = isinstance(x, dict) and set(x) == {"value", "good"}
+    return fields and _is_number(x["value"]) and 0 < x["value"] < 2.0**127 and _is_count(x["good"])
+
+
+def _is_random(x: Any) -> bool:
+    return isinstance(x, dict) and "0" in x and all(isinstance(y, dict) for y in x.values())
+
+
+def _are_gradients(x: Any) -> bool:
+    """By weight and place among the ranks that hold it: `stem.weight/0`."""
+    if not isinstance(x, dict):
+        return False
+    places = [key.rpartition("/")[2] for key in x]
+    return all(place.isdecimal() and len(place) < 8 for place in places)
+
+
+FIELDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("steps", "window", "first", "world"), _is_count),
+    "seed": lambda x: type(x) is int and -(2**63) <= x < 2**63,
+    "trained": _are_names,
+    "scale": _is_scale,
+    "optimizer": _is_optimizer,
+    "scheduler": _is_scheduler,
+    "names": lambda x: isinstance(x, list) and all(map(_are_names, x)),
+    "state": lambda x: _is_object(x) and all(map(_is_object, x.values())),
+    "gradients": _are_gradients,
+    "modules": _is_object,
+    "random": _is_random,
+    "extra": lambda x: True,
+}
+
+
+def _undecodable(spelled: Any, at: str) -> Iterator[str]:
+    """Values that `decode` would fail at. (JSON has a bounded depth by now.)"""
+    if isinstance(spelled, list):
+        for i, x in enumerate(spelled):
+            yield from _undecodable(x, f"{at}[{i}]")
+    elif isinstance(spelled, dict) and len(spelled) == 1 and next(iter(spelled)) in DECODE:
+        tag, inside = next(iter(spelled.items()))
+        if tag in ("$tensor", "$array"):
+            return
+        if not isinstance(inside, list):
+            yield f"{at} is a {tag} of {short(repr(inside), 60)}"
+        elif tag in ("$pairs", "$counter") and not all(map(_is_pair, inside)):
+            yield f"{at} is a {tag} with what is no pair"
+        elif tag == "$set" and not all(map(_is_key, inside)):
+            yield f"{at} is a {tag} of what cannot be in one"
+        else:
+            yield from _undecodable(inside, at)
+    elif isinstance(spelled, dict):
+        for name, x in spelled.items():
+            yield from _undecodable(x, f"{at}.{short(name, 60)}")
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and _is_key(x[0])
+
+
+def _is_key(x: Any) -> bool:
+    """What can be a key of a dict: plain, or a tuple of such."""
+    if isinstance(x, dict):
+        inside = x.get("$tuple")
+        return len(x) == 1 and isinstance(inside, list) and all(map(_is_key, inside))
+    return not isinstance(x, list)
+
+
+# --- as this trainer takes it ---------------------------------------------------------------------
+
+
+def validate_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> None:
+    """Raise unless options, states and gradients are like those that this trainer has."""
+    _reject(
+        [
+            *_wrong_groups(trainer, plain),
+            *_wrong_scheduler(trainer, plain),
+            *_wrong_shapes(trainer, plain, tensors),
+        ]
+    )
+
+
+def _wrong_groups(trainer: Trainer, plain: Mapping[str, Any]) -> Iterator[str]:
+    assert trainer.optimizer is not None
+    held, saved = trainer.optimizer.param_groups, plain["optimizer"]["groups"]
+    if len(held) != len(saved):
+        yield f"the optimizer has {len(saved)} groups in the checkpoint, {len(held)} here"
+        return
+    for i, (here, there) in enumerate(zip(held, saved, strict=True)):
+        for name, value in here.items():
+            if name in ("params", "param_names"):
+                continue
+            value = trainer.optimizer.defaults.get(name, value)  # as it was before any load
+            if name not in there:
+                if name in trainer.optimizer.defaults and type(value) in (int, float):
+                    yield f"group {i} of the optimizer has no {name}"
+            elif not _alike(value, there[name], finite=True):
+                yield f"{name} of group {i} of the optimizer is {short(repr(there[name]), 60)}"
+        if {"params", "param_names"} & set(there):
+            yield f"group {i} of the optimizer says which parameters it has"
+
+
+def _wrong_scheduler(trainer: Trainer, plain: Mapping[str, Any]) -> Iterator[str]:
+    if (scheduler := trainer.scheduler) is None:
+        return
+    here = scheduler.state_dict()
+    for name, value in plain["scheduler"]["state"].items():
+        if name in here:
+            if not _alike(here[name], value, finite=False):
+                yield f"{name} of the scheduler is {short(repr(value), 60)}"
+        elif hasattr(scheduler, name):  # it would take the place of a method, or of the optimizer
+            yield f"the scheduler has a state {short(name, 60)}"
+
+
+def _alike(here: Any, saved: Any, *, finite: bool) -> bool:
+    """Whether an encoded value is of the kind of one that is held: numbers for numbers."""
+    tag = next(iter(saved)) if isinstance(saved, dict) and len(saved) == 1 else ""
+    if isinstance(here, bool):
+        return saved is None or isinstance(saved, bool)
+    if here is None:
+        return saved is None or isinstance(saved, (bool, dict))
+    if isinstance(here, (int, float, Tensor)):
+        return tag == "$tensor" or (_is_number(saved) and (not finite or _is_finite(saved)))
+    if isinstance(here, (list, tuple)):
+        items = saved if isinstance(saved, list) else saved.get("$tuple") if tag else None
+        if not isinstance(items, list) or len(items) != len(here):
+            return False
+        return all(_alike(x, y, finite=finite) for x, y in zip(here, items, strict=True))
+    if isinstance(here, Mapping):
+        return isinstance(saved, dict)
+    return isinstance(here, str) == isinstance(saved, str)
+
+
+def _wrong_shapes(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+    assert trainer.optimizer is not None
+    weights = weights_of(trainer)
+    keys = {f"model.{label}": name for label, name in labelled(trainer).items()}
+    keys |= {f"buffers.{name}": name for name in unlisted(trainer)}  # also of the loss
+    shapes: dict[str, tuple[int, ...]] = {}  # of those that will be taken
+    for key, name in keys.items():
+        place = tensors.get(key)
+        if name in trainer.adapter.held and getattr(place, "shape", None) == weights[name].shape:
+            shapes[name] = tuple(weights[name].shape)
+    if plain["optimizer"]["kind"] in ELEMENTWISE:
+        for name, state in plain["state"].items():
+            for key, x in state.items() if name in shapes else ():
+                number = _is_number(x) or x is None or isinstance(x, bool)
+                allowed = (shapes[name], (), (1,))
+                if not number and _shape(x, tensors) not in allowed:
+                    yield f"the optimizer's {short(key, 60)} of {name} does not fit it"
+    parts = {key: (key.rpartition("/")[0], x) for key, x in plain["gradients"].items()}
+    parts |= {f"older {name}": (name, x) for name, x in plain.get("older", {}).items()}
+    for key, (name, x) in parts.items():
+        if name in shapes and _shape(x, tensors) != shapes[name]:
+            yield f"{short(key, 80)} is not of the shape of the weight"
+
+
+def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:
+    """Of the tensor that an encoded value is; None if it is none."""
+    if isinstance(spelled, dict) and list(spelled) == ["$tensor"]:
+        return tensors[spelled["$tensor"]].shape
+    return None
+
+
+def validate_random(states: Any, device: torch.device) -> None:
+    """Raise unless generators of their own take these states."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        python = states["python"]
+        numbers = tuple(python["numbers"].tolist())
+        random.Random().setstate((python["version"], numbers, python["gauss"]))
+        if python["gauss"] is not None and type(python["gauss"]) is not float:
+            raise ValueError("gauss")
+        if "numpy" in states:
+            import numpy
+
+            numpy.random.RandomState().set_state(states["numpy"])
+        if "cuda" in states and device.type == "cuda":
+            torch.Generator(device).set_state(states["cuda"])
+    except Exception as error:
+        said = f"{type(error).__name__}: {short(error, 200)}"
+        _reject([f"the states of random generators cannot be taken ({said})"])

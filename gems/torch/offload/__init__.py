@@ -1,0 +1,1 @@
+"""State and activations on the host or on disk, and their way back."""

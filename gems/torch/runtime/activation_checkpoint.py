@@ -1,0 +1,139 @@
+"""A run of calls that keeps what it was given and nothing else, and runs again in backward.
+
+              forward                                   backward
+    inputs ──► run, without autograd ──► outputs        gradients of outputs
+      └─ kept ──────────────────────────────────────►   1. run again, with autograd, from the inputs
+                                                        2. backward through it: weights are done
+    gradients of inputs  ◄───────────────────────────   3. what arrived at the inputs goes on
+
+The second run must do what the first did: random numbers are keyed, running statistics count once,
+and a buffer that the run changes begins where it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from gems.torch.offload.split_inputs import Form, part_of
+from gems.torch.runtime.split_backward import receive
+from gems.torch.spatial.group import Team
+from gems.torch.tracing.calls import Call
+
+Tensor = torch.Tensor
+Buffer = tuple[nn.Module, str]  # a module, and what it calls its buffer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of calls as a function, and what is known about its inputs and outputs."""
+
+    function: Callable[..., tuple[Tensor, ...]]
+    mutated: tuple[bool, ...]  # inputs that it changes in place: it gets copies of them
+    differentiable: tuple[bool, ...]  # outputs that a gradient comes back for
+    buffers: Sequence[Buffer]  # that it changes
+    team: Team | None = None  # if the stage is cut, and shares out what all its ranks keep
+    shared: tuple[bool, ...] = ()  # the inputs that all of them have as a whole
+
+    def kept(self, inputs: Sequence[Tensor]) -> tuple[list[Form | None], list[Tensor]]:
+        """What of the inputs is kept; of those that are shared out, a part of this form."""
+        forms: list[Form | None] = [None] * len(inputs)
+        kept = list(inputs)
+        for at, shared in enumerate(self.shared):
+            if shared and self.team is not None:
+                forms[at], kept[at] = part_of(inputs[at], self.team)
+        return forms, kept
+
+    def whole(self, kept: Sequence[Tensor], forms: Sequence[Form | None]) -> list[Tensor]:
+        """The inputs again; all ranks of the team come here, in one order."""
+        return [
+            x if form is None or self.team is None else form.gathered(x, self.team)
+            for x, form in zip(kept, forms, strict=True)
+        ]
+
+
+class Again:
+    """What the second runs on this rank happen in; the adapter says what that is."""
+
+    def __init__(self) -> None:
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        anchor = torch.empty(0, requires_grad=True)  # weights may want a gradient if no input does
+        return _Again.apply(anchor, run, self, *inputs)  # type: ignore[no-any-return]
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Run, again: Again, *inputs: Tensor) -> Any:
+        ctx.run, ctx.again = run, again
+        ctx.set_materialize_grads(False)
+        ctx.forms, kept = run.kept(inputs)
+        ctx.save_for_backward(*kept)
+        ctx.before = snapshot(run.buffers)
+        # Detached on both sides: to autograd this is one operation that makes new tensors.
+        found = run.function(*(x.detach() for x in _own(run, inputs)))
+        outputs = tuple(x.detach() for x in found)
+        pairs = zip(outputs, run.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(x for x, differentiable in pairs if not differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+        run: Run = ctx.run
+        wanted = ctx.needs_input_grad[3:]
+        arrived: list[Tensor | None] = [None] * len(wanted)
+        saved = run.whole(ctx.saved_tensors, ctx.forms)
+        with ctx.again.around(), as_it_was(run.buffers, ctx.before), torch.enable_grad():
+            given = (
+                receive(x, lambda g, at=at: arrived.__setitem__(at, g)) if wanted[at] else x
+                for at, x in enumerate(_own(run, saved))
+            )
+            results = run.function(*given)
+        pairs = [
+            (get_gradient_edge(x), g)
+            for x, g in zip(results, gradients, strict=True)
+            if g is not None and x.requires_grad
+        ]
+        del results
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+        return None, None, None, *arrived
+
+
+def _own(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, copied where the run would change them."""
+    return [x.clone() if m else x for x, m in zip(inputs, run.mutated, strict=True)]
+
+
+def touched(calls: Sequence[Call], model: nn.Module) -> list[Buffer]:
+    """The buffers that calls change, but for running statistics: nothing is computed from those."""
+    names = (n for c in calls for n in c.touches if n.rpartition(".")[0] not in c.norms)
+    found = []
+    for name in dict.fromkeys(names):
+        path, _, key = name.rpartition(".")
+        found.append((model.get_submodule(path), key))
+    return found
+
+
+def snapshot(buffers: Sequence[Buffer]) -> list[Tensor]:
+    return [getattr(module, key).detach().clone() for module, key in buffers]
+
+
+@contextmanager
+def as_it_was(buffers: Sequence[Buffer], before: Sequence[Tensor]) -> Iterator[None]:
+    """With buffers as they were when a snapshot was taken; they are as they are now afterwards."""
+    now = [module._buffers[key] for module, key in buffers]
+    for (module, key), value in zip(buffers, before, strict=True):
+        module._buffers[key] = value.clone()
+    try:
+        yield
+    finally:
+        for (module, key), value in zip(buffers, now, strict=True):
+            module._buffers[key] = value

@@ -1,0 +1,338 @@
+"""The model cut for one input signature: into stages, and stages into boxes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from gems.errors import PlanError
+from gems.geometry.box import Box
+from gems.geometry.grid import Grid
+from gems.geometry.layout import Layout, even
+from gems.hardware import Machine
+from gems.model.graph import ITEMSIZE, Value, crossings
+from gems.planner.assign import stages_by_name
+from gems.plans.plan import Plan
+from gems.predict.recompute_cost import Footprint, entering, footprint, kept_of, runs
+from gems.schedule.core import Message
+from gems.torch.runtime.codegen import Program
+from gems.torch.runtime.reshard import Passage, whole
+from gems.torch.runtime.rng import Draws
+from gems.torch.runtime.streaming import Stream
+from gems.torch.spatial.cut_loss import CutLoss
+from gems.torch.spatial.group import Team
+from gems.torch.spatial.partition import (
+    Bound,
+    Laid,
+    Uncuttable,
+    bind,
+    cheapest,
+    lay_out,
+    lay_out_alone,
+    spatial_dims,
+    traffic,
+)
+from gems.torch.tracing.calls import Call
+from gems.torch.tracing.trace import Trace
+from gems.transport.protocol import Transport
+
+log = logging.getLogger(__name__)
+Tensor = torch.Tensor
+
+
+@dataclass
+class Cut:
+    """The model cut into the plan's stages, and what is known about each of them."""
+
+    trace: Trace
+    plan: Plan
+    model: nn.Module
+    draws: Draws
+    machine: Machine
+    crossing: dict[tuple[int, int], tuple[str, ...]]
+    blocks: list[list[int]]
+    laid: dict[int, Laid] = field(default_factory=dict)  # stages that are cut into boxes
+    streamed: dict[int, Laid] = field(default_factory=dict)  # stages cut into blocks in time
+    streams: dict[int, Stream] = field(default_factory=dict)
+    bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
+    programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+    recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
+    losses: dict[Any, CutLoss] = field(default_factory=dict)
+    passages: dict[tuple[Any, ...], Passage] = field(default_factory=dict)
+    changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
+
+    def __post_init__(self) -> None:
+        for stage, grid in enumerate(self.plan.grids):
+            if grid.size > 1:
+                self.laid[stage] = self._lay_out(stage, grid)
+                _log_gathered(stage, grid, self.laid[stage])
+            if self.plan.streams[stage]:
+                self.streamed[stage] = self._lay_out_blocks(stage, self.plan.streams[stage])
+
+    # --- stages ---------------------------------------------------------------------------------
+
+    def calls(self, stage: int) -> list[Call]:
+        return [call for block in self.blocks[stage] for call in self.trace.calls(block)]
+
+    def touches(self, stage: int) -> list[str]:
+        """The buffers, running statistics among them, that a forward of a stage changes."""
+        if stage not in self.changed:
+            names = (name for call in self.calls(stage) for name in call.touches)
+            self.changed[stage] = list(dict.fromkeys(names))
+        return self.changed[stage]
+
+    def sent(self, stage: int) -> list[str]:
+        """The values that a stage gives away: to other stages, or as the model's output."""
+        found = [n for (a, _), names in self.crossing.items() if a == stage for n in names]
+        if stage == self.plan.depth - 1:
+            found += self.trace.graph.outputs
+        return list(dict.fromkeys(found))
+
+    def kept(self, stage: int) -> set[int] | None:
+        """The blocks of a stage that keep what they save, if that is said by name."""
+        return kept_of(self.plan.keeps[stage], self.trace.graph, self.blocks[stage])
+
+    def recomputed_runs(self, stage: int) -> dict[str, int]:
+        """The calls that run again inside backward, each with the number of its run."""
+        if (kept := self.kept(stage)) is None:
+            return {}
+        groups = enumerate(runs(self.blocks[stage], kept))
+        return {c.name: n for n, run in groups for block in run for c in self.trace.calls(block)}
+
+    def shared(self) -> list[tuple[int, str]]:
+        """What all ranks of a team keep as a whole to compute from it again: stages and values."""
+        found = []
+        for stage, laid in self.laid.items():
+            if self.plan.keeps[stage] in ("inputs", "except-last"):
+                names = [n for n in self._read(stage) if n not in self.trace.graph.inputs]
+            elif (kept := self.kept(stage)) is not None:
+                groups = runs(self.blocks[stage], kept)
+                names = [n for run in groups for n in entering(self.trace.graph, run)]
+            else:
+                continue
+            found += [(stage, name) for name in names if name not in laid.layouts]
+        return found
+
+    def footprint(self, stage: int) -> Footprint:
+        """Bytes that a micro-batch keeps on a stage that is not cut, and what backward adds."""
+        if stage not in self.footprints:
+            blocks, kept = self.blocks[stage], self.kept(stage)
+            whole = blocks if kept is None else kept
+            self.footprints[stage] = footprint(self.trace.graph, blocks, whole)
+        return self.footprints[stage]
+
+    def values(self, message: Message) -> list[Value]:
+        """What a message carries; gradients travel the same way back, for what has one."""
+        graph = self.trace.graph
+        if message.what == "output":
+            names = self.crossing.get((message.source, message.target), ())
+            return [graph.value[n] for n in names]
+        names = self.crossing.get((message.target, message.source), ())
+        return [graph.value[n] for n in names if graph.value[n].grad]
+
+    # --- boxes ----------------------------------------------------------------------------------
+
+    def _read(self, stage: int) -> list[str]:
+        """The values that enter a stage."""
+        calls = self.calls(stage)
+        made = {n for call in calls for n in call.writes}
+        read = [n for call in calls for n in call.reads if n not in made]
+        read += [n for n in self.sent(stage) if n not in made]
+        return list(dict.fromkeys(read))
+
+    def _lay_out_blocks(self, stage: int, blocks: tuple[int, ...]) -> Laid:
+        """A stage over blocks in time, each from its box of what enters."""
+        calls, shown = self.calls(stage), Grid(tiles=blocks)
+        entering = {}
+        for name in self._read(stage):
+            shape = self.trace.graph.value[name].shape
+            if (dims := spatial_dims(len(shape), blocks)) is not None:
+                entering[name] = even(shape, dims, blocks)
+        if not entering:
+            raise PlanError(
+                f"stage {stage} streams {shown} blocks, but reads no image of {len(blocks)} dims; "
+                "give a grid with as many axes as the images have, or let fewer stages stream"
+            )
+        try:
+            sent = self.sent(stage)
+            return lay_out_alone(self.trace.record, self.model, calls, entering, self.draws, sent)
+        except Uncuttable as error:
+            raise PlanError(self._stream_refusal(stage, shown, error)) from error
+
+    def _stream_refusal(self, stage: int, shown: Grid, error: Uncuttable) -> str:
+        names = [call.name for call in self.calls(stage)]
+        at = names.index(error.call.name)
+        before = f"let stage {stage} end at {names[at - 1]}" if at else "let fewer stages stream"
+        norm = " or put it in evaluation mode (frozen), or use a norm of each pixel's channels,"
+        return (
+            f"stage {stage} streams {shown} blocks, but {error}. To stream exactly,"
+            f"{norm * bool(error.call.norms)} {before}"
+        )
+
+    def _lay_out(self, stage: int, grid: Grid) -> Laid:
+        calls = self.calls(stage)
+        read = self._read(stage)
+        entering = {n: x for n in read if (x := self._entering(n, grid)) is not None}
+
+        def make(fused: int) -> Laid:
+            return lay_out(self.trace.record, self.model, calls, entering, self.draws, fused=fused)
+
+        try:
+            if self.plan.halo == "d1":
+                return make(1)
+            return (
+                make(self.plan.fused_layers) if self.plan.fused_layers else self._best(stage, make)
+            )
+        except Uncuttable as error:
+            raise PlanError(self._refusal(stage, grid, error)) from error
+
+    def _best(self, stage: int, make: Any) -> Laid:
+        """Layers fetch together while the messages saved cost more than the work done twice."""
+        device = self.machine.device
+        link = self.machine.slowest(self.plan.team_of(stage, 0))
+        rate = device.flops * device.compute_efficiency
+        graph = self.trace.graph
+        size = ITEMSIZE[graph.value[graph.inputs[0]].dtype]
+
+        def price(laid: Laid) -> float:
+            """Seconds of the busiest rank: strips there and back, and what is computed again,
+            once forward and twice as much backward."""
+            sent = traffic(laid.fetches())
+            strips = max((m * link.latency + n * size / link.bandwidth for m, n in sent), default=0)
+            tiles = max((prod(x.grid) for x in laid.layouts.values()), default=1)
+            again = sum(
+                call.flops / tiles * (times - 1)
+                for call, times in zip(laid.calls, laid.extra(), strict=True)
+            )
+            return 2 * strips + 3 * again / rate
+
+        return cheapest(make, price)
+
+    def _entering(self, name: str, grid: Grid) -> Layout | None:
+        """How a value that a stage reads is cut on arrival; None: every rank gets all of it."""
+        value = self.trace.graph.value[name]
+        shape = value.shape
+        real = tuple(n for n in grid.shape if n > 1)
+        if grid.batch > 1:
+            samples = self.trace.graph.value[self.trace.graph.inputs[0]].shape[0]
+            return even(shape, (0,), real) if shape and shape[0] == samples else None
+        source = self._source(name)
+        before = self.laid[source].layouts.get(name) if source in self.laid else None
+        if source in self.laid and before is None:
+            return None  # every rank of a cut stage has all of it, so it is no image any more
+        dims = _cut_dims(len(shape), grid)
+        if dims is None:
+            return None
+        if before is not None and source is not None:
+            usual = _cut_dims(len(shape), self.plan.grids[source])
+            if usual is not None and before.dims == tuple(d - 1 for d in usual):
+                dims = tuple(d - 1 for d in dims)  # channels come last
+        if before is not None and (before.dims, before.grid) == (dims, real):
+            return Layout(shape, dims, before.own, before.own)
+        return even(shape, dims, real)
+
+    def _source(self, name: str) -> int | None:
+        """The stage that makes a value; none makes the model's inputs."""
+        producer = self.trace.graph.producer.get(name)
+        if producer is None:
+            return None
+        return next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
+
+    def _refusal(self, stage: int, grid: Grid, error: Uncuttable) -> str:
+        names = [call.name for call in self.calls(stage)]
+        at = names.index(error.call.name)
+        before = (
+            f"the last that can be cut is {names[at - 1]}: let stage {stage} end there and leave "
+            f"{error.call.name} to a stage that is not cut"
+            if at
+            else f"let the spatial stages end before stage {stage}"
+        )
+        return (
+            f"stage {stage} is cut {grid}, but {error}; an exact cut of it does not exist or is "
+            f"not known. Cut fewer layers: {before}"
+        )
+
+    def bind(self, stage: int, team: tuple[int, ...], rank: int, transport: Transport) -> Bound:
+        """A cut stage on one rank of one of its teams."""
+        key = (stage, *team)
+        if key not in self.bound:
+            grid = tuple(n for n in self.plan.grids[stage].shape if n > 1)
+            place = Team(grid, team, team.index(rank), transport)
+            self.bound[key] = bind(self.laid[stage], place)
+        return self.bound[key]
+
+    def boxes(self, stage: int, name: str, team: Sequence[int], *, own: bool) -> dict[int, Box]:
+        """What each rank of a team has of a value in a stage."""
+        layout = self.laid[stage].layouts.get(name) if stage in self.laid else None
+        if layout is None:
+            return whole(self.trace.graph.value[name], team)
+        found = layout.own_boxes() if own else layout.boxes()
+        return dict(zip(team, found, strict=True))
+
+    def passage(
+        self,
+        value: Value,
+        source: int,
+        target: int,
+        givers: Sequence[int],
+        takers: Sequence[int],
+        back: bool,
+    ) -> Passage:
+        """How a value gets from one stage to another, or its gradient back."""
+        key = (value.name, source, target, *givers, -1, *takers, back)
+        if key not in self.passages:
+            self.passages[key] = Passage(
+                value,
+                self.boxes(source, value.name, givers, own=True),
+                self.boxes(source, value.name, givers, own=False),
+                self.boxes(target, value.name, takers, own=False),
+                back,
+            )
+        return self.passages[key]
+
+
+def _log_gathered(stage: int, grid: Grid, laid: Laid) -> None:
+    """Calls without a layer rule cost every rank their whole inputs; who reads the log may end the
+    spatial stages before them."""
+    if not (lines := laid.gathered()):
+        return
+    log.info(
+        "stage %d is cut %s, but %d calls run whole on every rank, which gathers %.1f MiB: %s",
+        stage, grid, len(lines), laid.gathered_bytes() / 2**20, "; ".join(lines),
+    )  # fmt: skip
+
+
+def _cut_dims(rank: int, grid: Grid) -> tuple[int, ...] | None:
+    """The dims of a tensor with channels first that a grid of tiles really cuts."""
+    dims = spatial_dims(rank, grid.tiles)
+    if dims is None:
+        return None
+    return tuple(d for d, n in zip(dims, grid.tiles, strict=True) if n > 1)
+
+
+def cut_up(
+    traced: Trace,
+    plan: Plan,
+    model: nn.Module,
+    draws: Draws,
+    machine: Machine,
+    shown: str,
+) -> Cut:
+    """The recorded model, cut as the plan says. `shown` names the inputs in errors."""
+    assert not isinstance(plan.stages, int)
+    stage_of = stages_by_name(traced.graph, plan.stages, known=False)
+    crossing = crossings(traced.graph, stage_of)
+    if extra := set(crossing) - set(plan.chain):
+        raise PlanError(
+            f"inputs {shown} make the model send values between stages "
+            f"{sorted(extra)}, which the plan's sample did not; give a sample of that shape"
+        )
+    blocks = [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(plan.depth)]
+    return Cut(traced, plan, model, draws, machine, crossing, blocks)

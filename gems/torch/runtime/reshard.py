@@ -1,0 +1,205 @@
+"""What crosses between two stages that may be cut differently: boxes from ranks to ranks.
+
+Tiles to whole, four tiles to two, tiles to slices of the batch, and back: all are the moves between
+what the ranks of one stage have and what those of the next want. Gradients travel the same way back
+and add up where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from gems.geometry.box import Box, Move, moves
+from gems.model.graph import ITEMSIZE, Value
+from gems.torch.runtime.absent_gradient import absent, is_absent
+from gems.torch.runtime.strides import as_recorded, row_major, strided, tile_strides
+
+Tensor = torch.Tensor
+Boxes = Mapping[int, Box]  # rank -> its part
+
+
+def whole(value: Value, team: Sequence[int]) -> dict[int, Box]:
+    """The boxes of a team of which every rank has all of a value."""
+    return dict.fromkeys(team, Box.whole(value.shape))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One value between two teams: what each rank sends from, and what each wants.
+
+    `back` turns it round: what was wanted is then what a rank sends, and what arrives adds up.
+    """
+
+    value: Value
+    have: Boxes  # what a rank of the source may send
+    held: Boxes  # its tensor, which may be larger
+    want: Boxes
+    back: bool = False
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        ranks = sorted({*self.have, *self.want})
+        dims = len(self.value.shape) or 1  # a number is a box of one cell
+        nothing = Box.whole((0,) * dims)
+
+        def boxes(of: Boxes) -> list[Box]:
+            return [_at_least_one_dim(of[r]) if r in of else nothing for r in ranks]
+
+        found = moves(boxes(self.have), boxes(self.want))
+        return tuple(Move(ranks[m.source], ranks[m.target], m.box) for m in found)
+
+    def between(self, sender: int, receiver: int) -> list[Box]:
+        """What travels from one rank to another."""
+        ends = (receiver, sender) if self.back else (sender, receiver)
+        return [m.box for m in self.moves if (m.source, m.target) == ends]
+
+    def sent_from(self, rank: int) -> Box:
+        """The box of the tensor that a rank sends from."""
+        return _at_least_one_dim((self.want if self.back else self.held)[rank])
+
+    def received_in(self, rank: int) -> Box:
+        return _at_least_one_dim((self.held if self.back else self.want)[rank])
+
+    @cached_property
+    def plain(self) -> bool:
+        """One rank gives all of it to one rank: nothing is cut."""
+        full = whole(self.value, (0,))[0]
+        return len(self.held) == len(self.want) == 1 and all(
+            box == full for box in (*self.held.values(), *self.want.values())
+        )
+
+
+def _at_least_one_dim(box: Box) -> Box:
+    return box if box.start else Box.whole((1,))
+
+
+def pack(
+    passages: Sequence[Passage], tensors: Mapping[str, Tensor], rank: int, target: int
+) -> list[Tensor]:
+    """Flat buffers of what `rank` sends to `target`."""
+    found = []
+    for passage in passages:
+        tensor, value = tensors[passage.value.name], passage.value
+        if passage.plain and value.bytes:
+            found.append(flat(tensor, value))
+        elif value.bytes:
+            held = passage.sent_from(rank)
+            boxes = passage.between(rank, target)
+            found += [_piece(tensor, held, box).view(torch.uint8) for box in boxes]
+    return found
+
+
+def buffers(
+    passages: Sequence[Passage], rank: int, source: int, device: torch.device
+) -> list[Tensor]:
+    """Room for what `source` sends to `rank`."""
+    return [
+        torch.empty(box.size * ITEMSIZE[p.value.dtype], dtype=torch.uint8, device=device)
+        for p in passages
+        for box in p.between(source, rank)
+    ]
+
+
+def unpack(
+    passages: Sequence[Passage],
+    rank: int,
+    own: Mapping[str, Tensor] | None,
+    arrived: Mapping[int, Sequence[Tensor]],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The values on `rank`: of what it has itself, and of what the others sent."""
+    found = {}
+    parts = {source: iter(buffers) for source, buffers in arrived.items()}
+    for passage in passages:
+        value = passage.value
+        mine = None if own is None else own[value.name]
+        if not value.bytes:
+            found[value.name] = torch.empty(value.shape, dtype=_dtype(value), device=device)
+        elif passage.plain:
+            found[value.name] = mine if mine is not None else _only(parts, value, passage.back)
+        else:
+            found[value.name] = _assembled(passage, rank, mine, parts, device)
+    return found
+
+
+def _only(parts: Mapping[int, Iterator[Tensor]], value: Value, back: bool) -> Tensor:
+    (buffers,) = parts.values()
+    return shaped(next(buffers), value, back)
+
+
+def _assembled(
+    passage: Passage,
+    rank: int,
+    own: Tensor | None,
+    parts: Mapping[int, Iterator[Tensor]],
+    device: torch.device,
+) -> Tensor:
+    """A value's part on this rank, out of boxes; on the way back they add up."""
+    value, frame = passage.value, passage.received_in(rank)
+    missing = present = False  # of the gradients that arrive
+    found = torch.empty(0, dtype=_dtype(value), device=device)
+    if passage.back or not value.shape:
+        found = found.new_zeros(frame.shape)
+    else:
+        found = strided(frame.shape, tile_strides(value, frame.shape), found)
+    for source in sorted({*parts, rank}):
+        for box in passage.between(source, rank):
+            if source != rank:
+                part = next(parts[source]).view(found.dtype)
+            else:
+                assert own is not None
+                part = _piece(own, passage.sent_from(rank), box)
+            here = found[box.relative_to(frame).slices()]
+            part = part.view(box.shape)
+            if passage.back and is_absent(part):
+                missing = True
+                continue
+            present = True
+            here.add_(part) if passage.back else here.copy_(part)
+    if missing and not present:
+        found = absent(frame.shape, found.dtype, device)
+    if passage.back or frame.shape != value.shape:
+        return found if value.shape else found.view(())
+    return as_recorded(found, value) if value.shape else found.view(())
+
+
+def _piece(tensor: Tensor, held: Box, box: Box) -> Tensor:
+    """A box of a tensor that holds another one, flat."""
+    return tensor.reshape(held.shape)[box.relative_to(held).slices()].contiguous().view(-1)
+
+
+def _dtype(value: Value) -> torch.dtype:
+    return getattr(torch, value.dtype)
+
+
+def dense(value: Value) -> bool:
+    """Whether the strides visit one block of memory, each element once, in any order of dims."""
+    step = 1
+    for stride, length in sorted(zip(value.strides, value.shape, strict=True)):
+        if length != 1:
+            if stride != step:
+                return False
+            step *= length
+    return True
+
+
+def flat(tensor: Tensor, value: Value) -> Tensor:
+    """The tensor's memory as bytes, in the order that the value's strides say."""
+    strides = value.strides if dense(value) else row_major(value.shape)
+    if tensor.stride() != strides:
+        copy = torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = copy.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def shaped(buffer: Tensor, value: Value, back: bool = False) -> Tensor:
+    """The tensor that `flat` made bytes of. A value has the recorded strides, gaps and all; of a
+    gradient only the order of dims is kept."""
+    if dense(value):
+        return buffer.view(_dtype(value)).as_strided(value.shape, value.strides)
+    found = buffer.view(_dtype(value)).as_strided(value.shape, row_major(value.shape))
+    return found if back else as_recorded(found, value)

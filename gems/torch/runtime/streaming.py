@@ -1,0 +1,268 @@
+"""A stage that runs one block of the image after the other, and again in backward: a cut in time.
+
+               forward, without autograd                    backward
+    inputs ──► for each block of the outputs:               for each block again:
+      │          1. read the box that it needs                1. and 2. with autograd
+      │          2. run the calls on it                       3. backward from the block's part of
+      │          3. write the block to its place                 the gradients: weights add up
+      └─ kept ──► outputs, whole                              4. add what arrived at the box to the
+                                                                 gradients of the inputs
+
+Blocks of the outputs are disjoint, so every gradient enters once, and all that is computed of it is
+linear: sums over blocks are exact. Boxes overlap, and are padded only where the image ends. An
+output that is a sum or mean over the image is added up: every block makes a summand of its cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from gems.geometry.box import Box
+from gems.model.graph import Value
+from gems.torch.offload.activations import Bundle, opened
+from gems.torch.runtime.codegen import write
+from gems.torch.runtime.microbatch import read_box
+from gems.torch.runtime.rng import Draws
+from gems.torch.runtime.split_backward import receive
+from gems.torch.runtime.strides import strided
+from gems.torch.spatial.group import Team
+from gems.torch.spatial.halo_stash import Slabs
+from gems.torch.spatial.partition import Bound, Laid, bind, one_part
+from gems.torch.spatial.rule import Run
+from gems.torch.tracing.calls import Call, Record
+from gems.torch.tracing.op_meter import storage_of
+from gems.transport.protocol import Handle
+
+Tensor = torch.Tensor
+KNOWN = 2048  # calls of all blocks that a stage remembers, of some 3 KB each
+
+
+class Alone(Team):
+    """A team of one block, which has nobody to ask."""
+
+    def post(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Handle]:
+        raise AssertionError("a block that is computed by itself cannot ask another one")
+
+    def send(self, member: int, parts: Sequence[Tensor]) -> Handle:
+        raise AssertionError("a block that is computed by itself cannot tell another one")
+
+    def total(self, mine: Tensor) -> Tensor:
+        """A summand: who asks adds them up."""
+        return mine
+
+    def rows(self, mine: Tensor) -> list[Tensor]:
+        raise AssertionError("a block that is computed by itself does not know the others")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: what to call, the boxes of the inputs that it reads, its part of each output."""
+
+    bound: Bound
+    reads: Mapping[str, Box | None]  # None: all of it
+    parts: Mapping[str, tuple[Box, tuple[slice, ...]]]  # output -> its place, and where it is here
+
+
+class Stream:
+    """A streamed stage: `run(*inputs)` gives its outputs, both in the order of their names.
+
+    Of the model's own inputs, tensors or arrays, only boxes are read. `around` is what the second
+    runs happen in. `surge` is what was live at most, beside the inputs, in the last backward.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        model: nn.Module,
+        calls: Sequence[Call],
+        outputs: Sequence[str],
+        laid: Laid,
+        draws: Draws,
+        *,
+        device: torch.device,
+        weights: Set[int],
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.laid, self.device, self.weights, self.around = laid, device, weights, around
+        self.values: dict[str, Value] = record.values
+        cut = (c.name for c, rule in zip(laid.calls, laid.rules, strict=True) if rule is not None)
+        instead = {name: self._dispatch(name) for name in cut}
+        program = write(record, model, calls, outputs, draws, None, instead)
+        self.inputs, self.outputs, self.program = program.inputs, program.outputs, program
+        self.own = set(record.inputs)  # not received from another stage
+        self.changed = {n for call in calls for n in call.overwrites}
+        self.grid = next(iter(laid.layouts.values())).grid
+        self.known: list[Block] = []
+        self.now: Bound | None = None
+        self.bundle: Bundle | None = None  # of the forward under way, if its inputs are put away
+        self.surge = 0
+
+    def _dispatch(self, name: str) -> Run:
+        """The call as the block under way makes it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            assert self.now is not None
+            return self.now.runs[name](*args, **kwargs)
+
+        return run
+
+    def run(self, *inputs: Any) -> tuple[Tensor, ...]:
+        anchor = torch.empty(0, requires_grad=True)  # weights may want a gradient if no input does
+        return _Streamed.apply(anchor, self, *inputs)  # type: ignore[no-any-return]
+
+    # --- blocks ---------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterable[Block]:
+        """All blocks that have a part of some output. Few are known from the last time; many would
+        take up the memory that streaming is to save."""
+        if prod(self.grid) * len(self.laid.calls) > KNOWN:
+            return self._blocks()
+        self.known = self.known or list(self._blocks())
+        return self.known
+
+    def _blocks(self) -> Iterator[Block]:
+        """Outputs that are whole go with the first block, and of those that add up every block has
+        a summand."""
+        whole = {
+            name: (Box.whole(self.values[name].shape), (...,))
+            for name in self.outputs
+            if name not in self.laid.layouts
+        }
+        added = {name: part for name, part in whole.items() if name in self.laid.added}
+        for place in itertools.product(*map(range, self.grid)):
+            laid = one_part(self.laid, place)
+            parts: dict[str, Any] = dict(whole)
+            for name in self.outputs:
+                if (layout := laid.layouts.get(name)) is not None:
+                    (own,), (have,) = layout.own_boxes(), layout.boxes()
+                    if not own.empty:
+                        parts[name] = (own, own.relative_to(have).slices())
+            if parts:
+                bound = bind(laid, Alone((1,) * len(self.grid), (0,), 0, None))  # type: ignore[arg-type]
+                yield Block(bound, {name: bound.box(name) for name in self.inputs}, parts)
+            whole = added
+
+    def read(self, name: str, x: Any, box: Box | None) -> Tensor:
+        """What a block reads of an input: a view of what is here anyway, a copy of the model's own;
+        and of what the block changes."""
+        if name in self.own:
+            part = read_box(x, box).to(self.device, non_blocking=True)
+        else:
+            part = x if box is None else x[box.slices()]
+        return part.clone() if name in self.changed else part
+
+    def compute(self, block: Block, given: Sequence[Tensor]) -> dict[str, Tensor]:
+        """A block's part of every output. It stays the one under way: what the model itself
+        checkpoints runs once more in backward."""
+        self.now = block.bound
+        results = dict(zip(self.outputs, self.program.run(*given), strict=True))
+        return {name: results[name][here] for name, (_, here) in block.parts.items()}
+
+    def keep(self, name: str, x: Any) -> Any:
+        """What backward will read an input from."""
+        if not isinstance(x, Tensor):
+            return x
+        if self.bundle is None or name in self.own:
+            return x.detach()
+        return self.bundle.keep(x.detach(), x._version)
+
+    def empty(self, name: str) -> Tensor:
+        value = self.values[name]
+        like = torch.empty(0, dtype=getattr(torch, value.dtype), device=self.device)
+        found = strided(value.shape, value.strides, like)
+        return found.zero_() if name in self.laid.added else found
+
+
+class _Streamed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, stream: Stream, *inputs: Any) -> Any:
+        ctx.stream = stream
+        ctx.inputs = [stream.keep(n, x) for n, x in zip(stream.inputs, inputs, strict=True)]
+        ctx.set_materialize_grads(False)
+        outputs = {name: stream.empty(name) for name in stream.outputs}
+        for block in stream.blocks():
+            pairs = zip(stream.inputs, inputs, strict=True)
+            given = [stream.read(name, x, block.reads[name]) for name, x in pairs]
+            for name, part in stream.compute(block, given).items():
+                place = block.parts[name][0].slices()
+                if name in stream.laid.added:
+                    outputs[name][place] += part
+                else:
+                    outputs[name][place] = part
+        fixed = (x for name, x in outputs.items() if not stream.values[name].grad)
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs.values())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+        stream: Stream = ctx.stream
+        pairs = zip(stream.outputs, gradients, strict=True)
+        arrived = {name: g for name, g in pairs if g is not None}
+        inputs = list(map(opened, ctx.inputs))
+        back = _Back(stream, inputs, ctx.needs_input_grad[2:], arrived)
+        for block in stream.blocks() if arrived else ():
+            back.through(block)
+        stream.surge = back.most
+        return None, None, *(back.sums.get(name) for name in stream.inputs)
+
+
+class _Back:
+    """One backward through a stream: what it was given, and what it has found so far."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        inputs: Sequence[Any],
+        wanted: Sequence[bool],
+        gradients: Mapping[str, Tensor],
+    ) -> None:
+        self.stream, self.inputs, self.wanted = stream, inputs, wanted
+        self.gradients = gradients
+        self.sums: dict[str, Tensor] = {}  # gradients of the inputs
+        kept = [x for name, x in zip(stream.inputs, inputs, strict=True) if name not in stream.own]
+        self.storages = stream.weights | {storage_of(x) for x in kept}  # there anyway
+        wants = (x for x, wants in zip(inputs, wanted, strict=True) if wants)
+        self.standing = sum(x.numel() * x.element_size() for x in (*gradients.values(), *wants))
+        self.most = 0
+
+    def through(self, block: Block) -> None:
+        """Compute a block again, and go back through it; nothing of it is left."""
+        stream, memory = self.stream, block.bound.memory
+        memory.now = slabs = Slabs(self.storages)
+        with stream.around(), torch.enable_grad(), slabs.watching():
+            results = stream.compute(
+                block, [self._given(block, k) for k in range(len(self.inputs))]
+            )
+        memory.now = None
+        pairs = [
+            (get_gradient_edge(x), self.gradients[name][block.parts[name][0].slices()])
+            for name, x in results.items()
+            if name in self.gradients and x.requires_grad
+        ]
+        del results
+        self.most = max(self.most, slabs.bytes + self.standing)
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+
+    def _given(self, block: Block, k: int) -> Tensor:
+        name = self.stream.inputs[k]
+        box = block.reads[name]
+        x = self.stream.read(name, self.inputs[k], box)
+        if not self.wanted[k]:
+            return x
+
+        def arrive(gradient: Tensor) -> None:
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(self.inputs[k])
+            self.sums[name][... if box is None else box.slices()] += gradient
+
+        return receive(x, arrive)

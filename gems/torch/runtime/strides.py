@@ -1,0 +1,86 @@
+"""Strides as they were recorded: what is sent, gathered or cut again must look as on one device.
+
+Random numbers are drawn in the order of memory, `reshape` copies or does not, `view` takes a tensor
+or does not: all of it hangs on strides. A tensor that comes from another rank gets those that the
+recording says; of a tile, the order of dims in memory is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from gems.model.graph import Value
+
+Tensor = torch.Tensor
+
+
+def alike(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether strides say the same about a tensor of this shape."""
+    return all(x == y for n, x, y in zip(shape, a, b, strict=True) if n != 1) or 0 in shape
+
+
+def restrided(x: Tensor, value: Value) -> Tensor:
+    """The same numbers, with the recorded strides of a whole value."""
+    if alike(value.shape, x.stride(), value.strides) or tuple(x.shape) != tuple(value.shape):
+        return x
+    return strided(value.shape, value.strides, x).copy_(x)
+
+
+def strided(shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
+    """Room for a tensor with these strides; where cells would share memory, with the next best."""
+    strides = fitting(tuple(shape), tuple(strides))
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
+@cache
+def fitting(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of memory without gaps or overlaps, with dims in the same order, as torch has it."""
+    probe = torch.empty_strided(shape, strides, device="meta")
+    return tuple(torch.empty_like(probe).stride())
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def tile_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tile of a value: dense, with dims in the order of the value's."""
+    whole = fitting(tuple(value.shape), tuple(value.strides))
+    order = sorted(range(len(shape)), key=lambda d: (-whole[d], -value.shape[d], d))
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def as_recorded(x: Tensor, value: Value) -> Tensor:
+    """A received value, without a gradient yet, with exactly the strides that were recorded: cells
+    that share memory share it again, and gaps are gaps."""
+    if alike(value.shape, x.stride(), value.strides):
+        return x
+    real = [slice(0, 1) if s == 0 else slice(None) for s in value.strides]
+    lengths = [1 if s == 0 else n for n, s in zip(value.shape, value.strides, strict=True)]
+    if _overlaps(lengths, value.strides):
+        return restrided(x, value)
+    made = torch.empty_strided(lengths, value.strides, dtype=x.dtype, device=x.device)
+    made.copy_(x[tuple(real)])
+    return made.as_strided(value.shape, value.strides)
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two cells may lie at one place, as in windows by `unfold`."""
+    reach = 0
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (length - 1)
+    return False

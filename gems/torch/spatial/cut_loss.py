@@ -1,0 +1,194 @@
+"""The loss of an output that is cut: recorded like the model, and cut by the same table.
+
+Per-pixel losses, with class weights and cells that do not count, and losses made of sums (Dice,
+IoU) come out as on one device, because every sum in them is one over all ranks. Targets are cut
+like the output that they are compared with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gems.errors import PlanError, TraceError
+from gems.geometry.layout import Layout
+from gems.torch.runtime.codegen import Program, write
+from gems.torch.runtime.microbatch import read_box, signature, stand_ins, tensors
+from gems.torch.runtime.rng import Draws
+from gems.torch.spatial.group import Team
+from gems.torch.spatial.partition import Bound, Laid, Uncuttable, bind, lay_out
+from gems.torch.tracing.calls import Attr, Record, Ref, is_place, leaves_of
+from gems.torch.tracing.recorder import REMEDY, record
+
+log = logging.getLogger(__name__)
+Tensor = torch.Tensor
+Loss = Callable[[Any, Any], Any]
+LAST = "Let the last stage be one that is not cut"
+PENALTY = "For a penalty on weights use the optimizer's weight_decay, or Trainer(regularizer=...)."
+PICKED = "If it picks cells by a mask, write x[mask].mean() as (x * mask).sum() / mask.sum()."
+
+
+class _Called(nn.Module):
+    """A loss function as a module: if it cannot be recorded, it is one leaf and runs whole."""
+
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self.function = function
+
+    def __deepcopy__(self, memo: Any) -> _Called:
+        return _Called(self.function)
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self.function(output, target)
+
+
+class _Compared(nn.Module):
+    """A loss as a module, so that it can be recorded."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss if isinstance(loss, nn.Module) else _Called(loss)
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self.loss(output, target)
+
+
+@dataclass
+class CutLoss:
+    """A loss, recorded for outputs and targets of some shapes, and laid out over a grid."""
+
+    module: nn.Module
+    record: Record
+    laid: Laid
+    targets: list[str]  # the values of the record that are the target's tensors
+    print: tuple[Any, ...]
+    bound: dict[tuple[int, ...], tuple[Program, Bound]] = field(default_factory=dict)
+
+    def opaque(self, loss: Loss) -> bool:
+        """Whether this is the same loss, and nothing of it could be recorded."""
+        mine: Any = self.module.loss
+        same = mine is loss or (isinstance(mine, _Called) and mine.function is loss)
+        return same and "loss" in self.record.leaves
+
+    def on(self, team: Team, draws: Draws) -> tuple[Program, Bound]:
+        """The loss on this rank of a team."""
+        if team.ranks not in self.bound:
+            placed, calls = bind(self.laid, team), self.record.calls
+            outputs = self.record.outputs
+            program = write(self.record, self.module, calls, outputs, draws, None, placed.runs)
+            self.bound[team.ranks] = program, placed
+        return self.bound[team.ranks]
+
+    def run(self, bound: Bound, output: Any, target: Any, draws: Draws) -> Tensor:
+        """The loss of the whole output, the same on every rank; its gradient is a rank's part."""
+        program, placed = self.on(bound.team, draws)
+        parts = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        device = parts[0].device
+        for name, x in zip(self.targets, tensors(target), strict=True):
+            parts.append(read_box(x, placed.box(name)).to(device, non_blocking=True))
+        by_name = dict(zip(self.record.inputs, parts, strict=True))
+        placed.memory.now = bound.memory.now
+        try:
+            (found,) = program.run(*(by_name[name] for name in program.inputs))
+        finally:
+            placed.memory.now = None
+        return found
+
+
+def prepare(
+    loss: Loss, model: Record, last: Laid, target: Any, draws: Draws, known: dict[Any, CutLoss]
+) -> CutLoss:
+    """The loss for targets like this, if need be recorded anew; `known` has those so far.
+
+    A loss may change from step to step (a weight that grows, say), and a recording would not
+    notice. So it is recorded in every step, which takes milliseconds, and compared.
+    """
+    key = signature(target)
+    if key in known and known[key].opaque(loss):  # which is called as it is, whatever it does
+        return known[key]
+    module = _Compared(loss)
+    args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_place), stand_ins(target))
+    try:
+        traced = record(module, args, device=model.device)
+    except TraceError as error:
+        said = str(error).removeprefix(f"{_Compared.__name__}.forward ").removesuffix(REMEDY)
+        advice = PENALTY if "wants a gradient" in said else PICKED
+        raise PlanError(
+            f"the model's output is cut, but the loss {said.rstrip('. ')}. {advice} {LAST}"
+        ) from error
+    print = _print(traced)
+    if key not in known or known[key].print != print:
+        known[key] = _laid(module, traced, model, last, draws, print)
+    return known[key]
+
+
+def _whole(model: Record) -> Callable[[Any], Any]:
+    """Stands in for an output of the model, all of it."""
+
+    def stand_in(x: Any) -> Any:
+        if not isinstance(x, Ref):
+            return x
+        value = model.values[x.name]
+        made = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
+        return made.requires_grad_(value.grad)
+
+    return stand_in
+
+
+def _print(traced: Record) -> tuple[Any, ...]:
+    """All that a recording says: the calls, and everything they are given."""
+    plain = (Ref, Attr, int, float, complex, str, type(None), torch.dtype)
+
+    def spelled(x: Any) -> Any:
+        return x if isinstance(x, plain) else id(x)
+
+    return tuple(
+        (call.name, *map(spelled, pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_place)))
+        for call in traced.calls
+    )
+
+
+def _laid(
+    module: nn.Module, traced: Record, model: Record, last: Laid, draws: Draws, print: Any
+) -> CutLoss:
+    layouts = [last.layouts.get(ref.name) for ref in leaves_of(model.output)]
+    given = {n: x for n, x in zip(traced.inputs, layouts, strict=False) if x is not None}
+    targets = list(traced.inputs[len(layouts) :])
+    entering = {}
+    for name in targets:
+        layout = _like(traced.values[name].shape, list(given.values()))
+        if layout is not None:
+            entering[name] = layout
+    try:
+        laid = lay_out(traced, module, traced.calls, entering, draws, given=given)
+    except Uncuttable as error:
+        raise PlanError(
+            f"the model's output is cut, but in the loss {error}; an exact cut of it does not "
+            f"exist or is not known. {PICKED + ' ' if traced.leaves else ''}{LAST}"
+        ) from error
+    for line in laid.gathered():
+        log.info("in the loss, %s: every rank gathers its inputs and runs all of it", line)
+    if len(traced.outputs) != 1 or traced.outputs[0] in laid.layouts:
+        shapes = [traced.values[name].shape for name in traced.outputs]
+        raise PlanError(f"the loss of a cut output must give one number; it gives {shapes}")
+    return CutLoss(module, traced, laid, targets, print)
+
+
+def _like(shape: tuple[int, ...], outputs: list[Layout]) -> Layout | None:
+    """A target's cut: that of an output with the same cells, channels or not."""
+    for layout in outputs:
+        out, own = layout.shape, layout.own
+        pixels = out[:1] + out[2:]
+        if shape == out or (len(shape) == len(out) and shape[:1] + shape[2:] == pixels):
+            return Layout(shape, layout.dims, own, own)
+        if shape == pixels and len(out) > 2 and 1 not in layout.dims:
+            return Layout(shape, tuple(d - (d > 1) for d in layout.dims), own, own)
+        if layout.dims == (0,) and shape[:1] == out[:1]:
+            return Layout(shape, (0,), own, own)
+    return None

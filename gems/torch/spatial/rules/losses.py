@@ -1,0 +1,175 @@
+"""Losses of cells: their sum over all ranks, or one number per cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gems.geometry.box import Box
+from gems.geometry.layout import Layout
+from gems.torch.spatial.group import Total
+from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
+from gems.torch.spatial.rules.elementwise import part_of, pointwise
+from gems.torch.spatial.rules.reductions import together
+from gems.torch.tracing.calls import Attr, Ref
+
+Tensor = torch.Tensor
+
+
+def _cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> None: ...  # fmt: skip
+
+
+CROSS_ENTROPY = ("weight", "ignore_index", "reduction", "label_smoothing")
+
+
+@rule(("cross_entropy", "nll_loss", "nll_loss_nd"), (nn.CrossEntropyLoss, nn.NLLLoss))
+def cross_entropy(ask: Ask) -> Rule:
+    """Sums over own cells, divided by the weight of all cells that count; or a map of losses."""
+    a: dict[str, Any] = {"label_smoothing": 0.0, "size_average": None, "reduce": None}
+    a |= ask.named(_cross_entropy, CROSS_ENTROPY)
+    x, target = a["input"], a["target"]
+    layout = ask.primary_of(x)
+    if 1 in layout.dims:
+        raise NoCut("compares classes, which are cut")
+    if a["size_average"] is not None or a["reduce"] is not None:
+        raise NoCut("uses size_average or reduce; use reduction")
+    soft = ask.shape(target) == layout.shape
+    _same_cells(ask, target, layout, soft)
+    if a["reduction"] == "none":
+        return _each_pixel(ask, x, target, layout)
+    likely = ask.name.startswith("nll") or isinstance(ask.module, nn.NLLLoss)
+
+    def bind(site: Site) -> Run:
+        fetch, fetch_target = site.fetch(x, None), site.fetch(target, None)
+        empty = site.own(x.name).empty
+        kind = getattr(torch, ask.values[ask.out].dtype)
+
+        def work(a: dict[str, Any]) -> Tensor:
+            t, y, weight = fetch(a["input"]), fetch_target(a["target"]), a["weight"]
+            options = {"weight": weight, "ignore_index": a["ignore_index"], "reduction": "sum"}
+            if empty:
+                part = 0 * t.sum()
+            elif likely:
+                part = F.nll_loss(t, y, **options)
+            else:
+                smooth = a.get("label_smoothing", 0.0)
+                part = F.cross_entropy(t, y, **options, label_smoothing=smooth)
+            # A rank without cells has not been through autocast: all must send the same type.
+            found = Total.apply(part.to(kind), site.team)
+            if a["reduction"] == "sum":
+                return found
+            if soft:
+                return found / (layout.shape[0] * prod(layout.shape[2:]))
+            counted = y != a["ignore_index"]
+            if weight is None:
+                heavy = counted.sum()
+            else:
+                heavy = torch.where(counted, weight[torch.where(counted, y, 0)], 0.0).sum()
+            # Counted exactly: bfloat16 knows no 257.
+            return found / site.team.total(heavy.detach().to(torch.float64))
+
+        return site.named(_cross_entropy, work, *CROSS_ENTROPY)
+
+    return together(ask, bind)
+
+
+def _each_pixel(ask: Ask, x: Ref, target: Ref, layout: Layout) -> Rule:
+    """A loss for each pixel, cut like the pixels."""
+    windows = same(layout)
+
+    def bind(site: Site) -> Run:
+        return site.mapped(site.original, lambda place: site.fetch(place, None))
+
+    out = layout.follow(ask.shape(ask.out), [d - (d > 1) for d in layout.dims], windows)
+    return Rule({ask.out: out}, {x.name: windows, target.name: windows}, bind)
+
+
+def _same_cells(ask: Ask, target: Any, layout: Layout, alike: bool) -> None:
+    """A target must be cut like what it is compared with."""
+    other = ask.layout(target)
+    wanted = layout.dims if alike else tuple(d - (d > 1) for d in layout.dims)
+    if other is None or other.dims != wanted or other.own != layout.own:
+        raise NoCut(
+            f"compares {layout.shape} with {ask.shape(target)}, which does not have the same cells"
+        )
+
+
+ELEMENTWISE = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
+    "binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss",
+    "gaussian_nll_loss",
+)  # fmt: skip
+LOSSES = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.KLDivLoss,
+    nn.BCEWithLogitsLoss, nn.SoftMarginLoss,
+)  # fmt: skip
+
+
+@rule(ELEMENTWISE, LOSSES)
+def elementwise(ask: Ask) -> Rule:
+    """A loss per cell: summed over own cells, then over the ranks; or as it is."""
+    how = getattr(ask.module, "reduction", None) or ask.call.kwargs.get("reduction", "mean")
+    old = [ask.call.kwargs.get(k) for k in ("size_average", "reduce")]
+    if any(k is not None for k in old):
+        raise NoCut("uses size_average or reduce; use reduction")
+    if how == "none":
+        return pointwise(ask, _each_cell)
+    layout = ask.layouts[ask.cut[0]]
+    for name in ask.cut:
+        other = ask.layouts[name]
+        if other.shape != layout.shape or other.own != layout.own or other.dims != layout.dims:
+            raise NoCut(
+                f"compares {layout.shape} with {other.shape}, which is not cut like it; use "
+                "reduction='none', then take the mean"
+            )
+    share = {"mean": prod(layout.shape), "sum": 1, "batchmean": layout.shape[0]}[how]
+
+    def bind(site: Site) -> Run:
+        box = site.own(ask.cut[0])
+
+        def change(place: Ref | Attr | Tensor) -> Callable[[Tensor], Tensor]:
+            if isinstance(place, Ref) and place.name in ask.layouts:
+                return site.fetch(place, None)
+            return part_of(ask.whole(place), box, layout.dims)
+
+        def work(*args: Any, **kwargs: Any) -> Tensor:
+            if ask.module is not None:
+                cells = _each(ask.module, args, kwargs, box, layout.dims)
+            else:
+                assert ask.call.function is not None
+                cells = ask.call.function(*args, **{**kwargs, "reduction": "none"})
+            return Total.apply(cells.sum(), site.team) / share  # type: ignore[no-any-return]
+
+        return site.mapped(work, change)
+
+    return together(ask, bind)
+
+
+def _each_cell(site: Site) -> Run:
+    module, box, dims = site.ask.module, site.out(), site.layouts[site.ask.out].dims
+    if module is None:
+        return site.original
+    return lambda *args, **kwargs: _each(module, args, kwargs, box, dims)
+
+
+def _each(module: Any, args: Any, kwargs: Any, box: Box, dims: tuple[int, ...]) -> Tensor:
+    """The loss of every cell, by a loss module with settings of its own."""
+    held = module.reduction
+    weights = {n: b for n, b in module.named_buffers() if b is not None}
+    try:
+        module.reduction = "none"
+        for name, b in weights.items():
+            module._buffers[name] = part_of(tuple(b.shape), box, dims)(b)
+        return module(*args, **kwargs)
+    finally:
+        module.reduction = held
+        module._buffers.update(weights)

@@ -1,0 +1,1 @@
+"""Weights, gradients and optimizer state: who has which part, and how they change."""

@@ -1,0 +1,63 @@
+"""Replicas of a weight start as the first rank that holds it has it: parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from gems.transport.protocol import Transport
+
+Tensor = torch.Tensor
+CHUNK = 1 << 26  # bytes that are sent at a time
+
+
+def replicate(
+    weights: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], transport: Transport
+) -> None:
+    """Broadcast each weight of this rank from its first holder to the others, bit by bit.
+
+    `weights` are those of this rank, of which some may have no memory yet: they are made from
+    numbers that depend on their names, hence the same everywhere. All ranks call it.
+    """
+    by_group: dict[tuple[int, ...], list[str]] = {}
+    for name in holders:  # in one order everywhere
+        if len(holders[name]) > 1 and name in weights and _is_here(weights[name]):
+            by_group.setdefault(holders[name], []).append(name)
+    for ranks, names in sorted(by_group.items()):
+        for group in _chunks([weights[name] for name in names]):
+            _broadcast(group, ranks, transport)
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes > 0
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one device that are about CHUNK bytes, or one larger tensor."""
+    found: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if found and (size + tensor.nbytes > CHUNK or tensor.device != found[0].device):
+            yield found
+            found, size = [], 0
+        found.append(tensor)
+        size += tensor.nbytes
+    if found:
+        yield found
+
+
+def _broadcast(tensors: list[Tensor], ranks: tuple[int, ...], transport: Transport) -> None:
+    """As a sum to which all but the first contribute zeros, of integers: every bit arrives."""
+    sizes = [t.nbytes for t in tensors]
+    words = torch.zeros(-(-sum(sizes) // 4), dtype=torch.int32, device=tensors[0].device)
+    parts = words.view(torch.uint8)[: sum(sizes)].split(sizes)
+    if transport.rank == ranks[0]:
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    transport.add_up(words, ranks).wait()
+    if transport.rank == ranks[0]:
+        return
+    with torch.no_grad():
+        for part, tensor in zip(parts, tensors, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,1 @@
+"""From an nn.Module to a graph: recording, guards, costs."""

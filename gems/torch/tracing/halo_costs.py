@@ -1,0 +1,100 @@
+"""What a cut of the image would make each block send, found by cutting it once on paper."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gems.geometry.box import moves
+from gems.geometry.layout import Layout, even
+from gems.model.graph import ITEMSIZE, Graph
+from gems.torch.runtime.rng import Draws
+from gems.torch.spatial.partition import Laid, Uncuttable, ends, lay_out, unstreamable
+from gems.torch.tracing.trace import Trace
+
+NUMBER = 4  # bytes of a number in a sum of statistics
+
+
+def with_halos(traced: Trace, model: nn.Module) -> Graph:
+    """The graph with `strips` and `sums` of every block, and `whole` where no cut is exact.
+
+    The image is cut in two across one dim after the other. All blocks from the first one that
+    cannot be cut on are `whole`: what follows it has no tiles to work on.
+    """
+    graph, block_of = traced.graph, _blocks(traced)
+    shapes = [graph.value[name].shape for name in graph.inputs]
+    dims = max((len(shape) - 2 for shape in shapes), default=0)
+    strips: dict[int, list[int]] = defaultdict(lambda: [0] * dims)
+    sums: dict[int, int] = {}
+    exchanges: dict[int, int] = {}
+    around: dict[int, list[float]] = defaultdict(lambda: [0.0] * dims)
+    reach = streams = len(graph.blocks) if dims > 0 else 0
+    for dim in range(dims):
+        laid, stop = _cut(traced, model, dim - dims)
+        reach = min(reach, reach if stop is None else block_of[stop])
+        for at, (call, rule) in enumerate(zip(laid.calls, laid.rules, strict=True)):
+            block = block_of[call.name]
+            sent, read = _fetched(laid, at)
+            strips[block][dim] += sent
+            exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
+            around[block][dim] += read
+            if unstreamable(call, rule) is not None:
+                streams = min(streams, block + _ends(laid, at))
+            sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
+    blocks = tuple(
+        replace(
+            b,
+            strips=tuple(strips[i]),
+            exchanges=exchanges.get(i, 0),
+            sums=sums.get(i, 0),
+            totals=int(sums.get(i, 0) > 0),
+            whole=i >= reach,
+            reach=tuple(around[i]),
+            streams=i < min(streams, reach),
+        )
+        for i, b in enumerate(graph.blocks)
+    )
+    return replace(graph, blocks=blocks)
+
+
+def _blocks(traced: Trace) -> dict[str, int]:
+    """The block of every call, by name."""
+    count = range(len(traced.graph.blocks))
+    return {call.name: i for i in count for call in traced.calls(i)}
+
+
+def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[Laid, str | None]:
+    """The calls laid out over two tiles, as far as they can be, and the first that cannot."""
+    record, draws = traced.record, Draws(0, torch.device("cpu"))
+    entering: dict[str, Layout] = {}
+    for name in record.inputs:
+        shape = record.values[name].shape
+        if len(shape) - 2 >= -dim:
+            entering[name] = even(shape, (len(shape) + dim,), (2,))
+    calls, stop = record.calls, None
+    while True:
+        try:
+            return lay_out(record, model, calls, entering, draws, gathers=False), stop
+        except Uncuttable as error:
+            stop = error.call.name
+            calls = calls[: calls.index(error.call)]
+
+
+def _ends(laid: Laid, at: int) -> bool:
+    """Whether parts of the image may end with this call, and so with its block."""
+    return ends(laid.calls[at], laid.rules[at])
+
+
+def _fetched(laid: Laid, at: int) -> tuple[int, float]:
+    """Bytes that two tiles send each other so that a call can run, and what it reads around its
+    outputs, as a part of the image."""
+    sent, around = 0, 0.0
+    for name, (have, pieces) in laid.fetches_of(at).items():
+        moved = (m.box.size for want in pieces for m in moves(have, want) if m.source != m.target)
+        cells = sum(moved)
+        sent += cells * ITEMSIZE[laid.asks[at].values[name].dtype]
+        around = max(around, cells / sum(box.size for box in have))
+    return sent, around

@@ -1,0 +1,223 @@
+"""Ranks as threads of one process: for tests, and for one rank alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gems.errors import GemsError, PeerError
+from gems.transport.encoding import pack, unpack_all
+from gems.transport.protocol import Done, Handle, Link, own_part
+
+Finish = Callable[[list[Any]], Any]
+
+
+class World:
+    """What the threads share: mail boxes, sums under way, and the first failure."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.mail: dict[Link, deque[Any]] = defaultdict(deque)
+        self.posted: dict[Link, int] = defaultdict(int)
+        self.taken: dict[Link, int] = defaultdict(int)
+        self.meetings: dict[Any, dict[int, Any]] = {}
+        self.failed: tuple[int, BaseException] | None = None
+        self.closed: set[int] = set()
+
+    def rank(self, rank: int) -> Local:
+        return Local(self, rank)
+
+    def wait_for(self, missing: Callable[[], set[int]], rank: int) -> None:
+        """With `changed` held: wait until no rank is missing, or one failed or will never come."""
+
+        def settled() -> bool:
+            ranks = missing()
+            return not ranks or self.failed is not None or bool(ranks & self.closed)
+
+        self.changed.wait_for(settled)
+        if not (ranks := missing()):
+            return
+        if self.failed is not None:
+            culprit, error = self.failed
+            raise PeerError(f"rank {rank} stops because rank {culprit} failed: {error}")
+        raise PeerError(
+            f"rank {rank} stops because rank {min(ranks & self.closed)} has closed its trainer, "
+            "and the others still need it"
+        )
+
+
+class _Arrival:
+    """A posted receive. Receives of one link are served in the order in which they were posted."""
+
+    def __init__(self, local: Local, buffer: Any, source: int, channel: int) -> None:
+        self.local, self.buffer, self.link = local, buffer, (source, local.rank, channel)
+        with local.shared.changed:
+            self.turn = local.shared.posted[self.link]
+            local.shared.posted[self.link] += 1
+        self.done = False
+
+    def wait(self) -> None:
+        shared = self.local.shared
+        with shared.changed:
+            while not self.done:
+                shared.wait_for(self._missing, self.local.rank)
+                self._take()
+
+    def _missing(self) -> set[int]:
+        box = self.local.shared.mail[self.link]
+        return set() if len(box) > self._ahead() else {self.link[0]}
+
+    def _ahead(self) -> int:
+        """How many earlier messages of the link are still in the box."""
+        return self.turn - self.local.shared.taken[self.link]
+
+    def _take(self) -> None:
+        box = self.local.shared.mail[self.link]
+        message = box[self._ahead()]
+        if message is None:
+            raise AssertionError("a message was taken twice")
+        if message.shape != self.buffer.shape or message.dtype != self.buffer.dtype:
+            raise PeerError(
+                f"link {self.link[0]} to {self.link[1]}: sent {tuple(message.shape)} "
+                f"{message.dtype}, expected {tuple(self.buffer.shape)} {self.buffer.dtype}"
+            )
+        self.buffer.copy_(message)
+        box[self._ahead()] = None
+        while box and box[0] is None:
+            box.popleft()
+            self.local.shared.taken[self.link] += 1
+        self.done = True
+
+
+class _Meeting:
+    """What all members must reach. Each makes what it wants of all that was brought."""
+
+    def __init__(self, local: Local, brought: Any, ranks: tuple[int, ...], then: Finish) -> None:
+        self.local, self.ranks, self.then = local, ranks, then
+        shared = local.shared
+        with shared.changed:
+            self.key = (ranks, local.meetings[ranks])
+            local.meetings[ranks] += 1
+            parts = shared.meetings.setdefault(self.key, {})
+            parts[local.rank] = brought.clone()
+            shared.changed.notify_all()
+
+    def wait(self) -> None:
+        shared = self.local.shared
+        with shared.changed:
+            parts = shared.meetings[self.key]
+            shared.wait_for(lambda: set(self.ranks) - parts.keys(), self.local.rank)
+            self.then([parts[rank] for rank in self.ranks])
+
+
+def _added(parts: list[Any]) -> Any:
+    """In the order of ranks, so that all of them come to the same bits."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+class Local:
+    """One thread's end of the world."""
+
+    def __init__(self, shared: World, rank: int) -> None:
+        self.shared, self.rank, self.world = shared, rank, shared.size
+        self.meetings: dict[tuple[int, ...], int] = defaultdict(int)
+        self.gathered = 0
+
+    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
+        return None
+
+    def send(self, buffer: Any, target: int, channel: int = 0) -> Handle:
+        with self.shared.changed:
+            self.shared.mail[self.rank, target, channel].append(buffer.clone())
+            self.shared.changed.notify_all()
+        return Done()
+
+    def receive(self, buffer: Any, source: int, channel: int = 0) -> Handle:
+        return _Arrival(self, buffer, source, channel)
+
+    def add_up(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        if len(ranks) < 2:
+            return Done()
+        return _Meeting(self, buffer, ranks, lambda parts: buffer.copy_(_added(parts)))
+
+    def scatter_sum(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        if len(ranks) < 2:
+            return Done()
+
+        def finish(parts: list[Any]) -> None:
+            mine = [own_part(part, self.rank, ranks) for part in parts]
+            own_part(buffer, self.rank, ranks).copy_(_added(mine))
+
+        return _Meeting(self, buffer, ranks, finish)
+
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+        if len(ranks) < 2:
+            return Done()
+
+        def finish(parts: list[Any]) -> None:
+            for rank, part in zip(ranks, parts, strict=True):
+                own_part(buffer, rank, ranks).copy_(part)
+
+        return _Meeting(self, own_part(buffer, self.rank, ranks), ranks, finish)
+
+    def broadcast(self, buffer: Any, source: int) -> None:
+        things = self._brought(buffer.clone() if self.rank == source else None)
+        buffer.copy_(things[source])
+
+    def gather(self, thing: Any) -> list[Any]:
+        """By way of bytes, so that a thread sees what a process would see."""
+        return [thing] if self.world == 1 else unpack_all(self._brought(pack(thing)))
+
+    def _brought(self, thing: Any) -> list[Any]:
+        key, self.gathered = ("gather", self.gathered), self.gathered + 1
+        with self.shared.changed:
+            parts = self.shared.meetings.setdefault(key, {})
+            parts[self.rank] = thing
+            self.shared.changed.notify_all()
+            self.shared.wait_for(lambda: set(range(self.world)) - parts.keys(), self.rank)
+            return [parts[rank] for rank in range(self.world)]
+
+    def fail(self, error: BaseException) -> None:
+        with self.shared.changed:
+            if self.shared.failed is None:
+                self.shared.failed = (self.rank, error)
+            self.shared.changed.notify_all()
+
+    def close(self) -> None:
+        with self.shared.changed:
+            self.shared.closed.add(self.rank)
+            self.shared.changed.notify_all()
+
+
+def run(size: int, work: Callable[[Local], Any]) -> list[Any]:
+    """Run `work` on `size` ranks, each a thread; their results, or the first rank's own error."""
+    world = World(size)
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        local = world.rank(rank)
+        try:
+            results[rank] = work(local)
+        except BaseException as error:
+            errors[rank] = error
+            local.fail(error)
+
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        first = world.failed[0] if world.failed else min(errors)
+        raise errors.get(first) or GemsError("a rank failed")
+    return results
