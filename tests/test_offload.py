@@ -37,6 +37,7 @@ from tests.exact import (
     alone,
     assert_equal,
     batches,
+    drawing,
     join,
     plainly,
     planned,
@@ -228,11 +229,11 @@ def test_teams_put_away_as_well(name: str) -> None:
 
 
 def streamed() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(),
-        nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
-    ).double()  # fmt: skip
+    with drawing(0):
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(),
+            nn.Conv2d(4, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
+        ).double()  # fmt: skip
 
 
 def test_a_streamed_stage_puts_away_what_it_received() -> None:

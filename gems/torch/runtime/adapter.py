@@ -138,8 +138,8 @@ class TorchAdapter:
         self.home, self.unmade = home, unmade
         self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
         self.wants_norm = False
-        self.update = True
         self.window: set[int] = set()  # parameters that were trained since the last update
+        self.window_over = True
         self.penalty: Penalty | None = None
         self.shards = self._shared_out()
         shared = (shard.parameters.values() for shard in self.shards.values())
@@ -176,8 +176,9 @@ class TorchAdapter:
         """Get ready for a step. A micro-batch's loss weighs its share of samples times `scale`."""
         self.batch, self.step, self.training = batch, step, training
         if training:
-            if self.update:  # of the step before: a new window of accumulated gradients begins
+            if self.window_over:  # a new one of accumulated gradients begins
                 self.window.clear()
+            self.window_over = update
             trained = (p for p in self.parameters_here if p.requires_grad)
             self.window.update(map(id, trained))
         self.scale, self.update = scale, update
