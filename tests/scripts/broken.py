@@ -33,7 +33,7 @@ STEP = 1  # the step in which things go wrong: one has gone well
 
 class Untraceable(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if x.sum().item() > 0 else self.head(x.mean((2, 3)))
+        return super().forward(x if x.sum().item() > 0 else -x)
 
 
 class Wider(Net):
