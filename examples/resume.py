@@ -49,7 +49,7 @@ def losses(of: gems.Trainer, first: int, last: int) -> list[float]:
 def main() -> None:
     whole = losses(trainer(PIPELINE), 0, 6)
     first = trainer(PIPELINE)
-    folder = first.transport.gather(tempfile.mkdtemp())[0]  # one that all ranks see
+    folder = first.transport.all_gather_object(tempfile.mkdtemp())[0]  # one that all ranks see
     stopped = losses(first, 0, 3)
     first.save(Path(folder) / "step-3", extra={"next": 3})
     second = trainer(TILES)

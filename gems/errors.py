@@ -43,7 +43,7 @@ MOST_FAULTS = 40  # that one message lists
 LONGEST = 1000  # characters of one fault
 
 
-def faults(heading: str, found: Iterable[str]) -> str:
+def problems(heading: str, found: Iterable[str]) -> str:
     """One message out of many faults, so that people can mend all of them at once."""
     found = list(found)
     listed = [short(fault) for fault in found[:MOST_FAULTS]]

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from gems.errors import GemsError, PlanError, faults
+from gems.errors import GemsError, PlanError, problems
 from gems.files import from_json, read_text
 
 
@@ -51,7 +51,7 @@ class Device:
             if not 0 < getattr(self, n) <= 1
         ]
         if found:
-            raise PlanError(faults(f"device {self.name!r} cannot be", found))
+            raise PlanError(problems(f"device {self.name!r} cannot be", found))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Machine:
         if self.node is None and self.between is not None:
             found.append("between links nodes, but node does not say how many devices one has")
         if found:
-            raise PlanError(faults(f"machine {self.name!r} cannot be", found))
+            raise PlanError(problems(f"machine {self.name!r} cannot be", found))
 
     @property
     def elsewhere(self) -> str:

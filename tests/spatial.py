@@ -26,7 +26,7 @@ from gems.geometry.layout import Layout, even
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.streaming import Stream
-from gems.torch.spatial.group import Team, Traffic
+from gems.torch.spatial.group import SpatialGroup, Traffic
 from gems.torch.spatial.halo_stash import Slabs
 from gems.torch.spatial.partition import Bound, Laid, bind, lay_out, lay_out_alone
 from gems.torch.tracing.calls import leaves_of
@@ -77,7 +77,7 @@ class Rank:
     outputs: Parts
     gradients: Parts
     buffers: dict[str, Tensor]
-    stash: int
+    activations: int
     forward: Traffic
     backward: Traffic
     laid: Laid | None  # stays where it was made
@@ -166,7 +166,7 @@ class Plain:
         gradients |= {name: (None, _gradient(p)) for name, p in model.named_parameters()}
         outputs: Parts = {n: (None, x.detach()) for n, x in zip(self.outputs, found, strict=True)}
         buffers, nothing = dict(model.named_buffers()), Traffic()
-        self.compare([Rank(outputs, gradients, buffers, stream.surge, nothing, nothing, laid)])
+        self.compare([Rank(outputs, gradients, buffers, stream.temporary, nothing, nothing, laid)])
         return stream
 
     def layouts(
@@ -207,7 +207,7 @@ class Plain:
         laid = lay_out(self.record, model, calls, entering, draws, fused=fused)
         axes = tuple(n for n in grid if n > 1) or (1,)
         members = tuple(range(transport.world))
-        team = Team(axes, members, transport.rank, transport)
+        team = SpatialGroup(axes, members, transport.rank, transport)
         bound = bind(laid, team)
         program = write(self.record, model, calls, self.outputs, draws, None, bound.runs)
         boxes = {name: bound.box(name) for name in (*self.record.inputs, *self.outputs)}

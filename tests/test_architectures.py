@@ -48,7 +48,9 @@ PLANS = {
     "fold": Plan(stages=4, micro_batches=4, schedule="auto", placement="fold"),
     "1f1b × data 2": Plan(stages=2, micro_batches=2, schedule="1f1b", data=2),
     "two stages": Plan(stages=2, micro_batches=4, schedule="1f1b"),
-    "two ways": Plan(stages=2, micro_batches=4, schedule="auto", bidirectional=True, stashes=1),
+    "two ways": Plan(
+        stages=2, micro_batches=4, schedule="auto", bidirectional=True, max_in_flight=1
+    ),
 }
 # Recording takes most of a test's time, so the deepest networks get fewer plans and ranks.
 DEEP = {

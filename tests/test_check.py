@@ -28,7 +28,7 @@ def edited(schedule: Schedule, *changes: tuple[str, str]) -> Schedule:
     return parse(text)
 
 
-def test_a_sound_schedule_has_no_faults() -> None:
+def test_a_sound_schedule_has_no_problems() -> None:
     for plan in (CHAIN, GEMS, TEAMS):
         assert check(build(plan), plan) == []
         assert check(lowered(plan), plan) == []
@@ -126,27 +126,27 @@ def test_a_receive_that_is_posted_after_its_use_is_a_deadlock() -> None:
 
 
 def test_a_sum_before_the_last_backward_is_named() -> None:
-    found = check(edited(lowered(CHAIN), (" 0B1 0R", " 0R 0B1")), CHAIN)
-    assert found == ["rank 0, step 8: 0B1 comes after 0R"]
+    found = check(edited(lowered(CHAIN), (" 0B1 0A", " 0A 0B1")), CHAIN)
+    assert found == ["rank 0, step 8: 0B1 comes after 0A"]
 
 
 def test_sums_that_are_missing_or_doubled_are_named() -> None:
-    assert check(edited(lowered(CHAIN), (" 0R", "")), CHAIN) == [
+    assert check(edited(lowered(CHAIN), (" 0A", "")), CHAIN) == [
         "rank 0 reduces stages [] but holds [0]"
     ]
-    assert check(edited(lowered(CHAIN), (" 0R", " 0R 0R")), CHAIN) == [
-        "rank 0, step 9: a second 0R"
+    assert check(edited(lowered(CHAIN), (" 0A", " 0A 0A")), CHAIN) == [
+        "rank 0, step 9: a second 0A"
     ]
 
 
 def test_sums_crosswise_are_named() -> None:
     plan = Plan(stages=2, schedule="gems", replications=1)
-    found = check(edited(lowered(plan), (" 1R 0R", " 0R 1R")), plan)
+    found = check(edited(lowered(plan), (" 1A 0A", " 0A 1A")), plan)
     assert found == ["ranks 0 and 1 reduce stages [0, 1] in different orders"]
 
 
 def test_all_faults_are_reported_at_once() -> None:
-    broken = edited(lowered(CHAIN), (" 0B1 0R", " 0R"), (" 0F1>1", ""), (" 1B1 ", " 1B1 1B1 "))
+    broken = edited(lowered(CHAIN), (" 0B1 0A", " 0A"), (" 0F1>1", ""), (" 1B1 ", " 1B1 1B1 "))
     with pytest.raises(ScheduleError) as error:
         require(broken, CHAIN)
     assert str(error.value).splitlines() == [
@@ -172,7 +172,7 @@ def test_work_that_one_rank_of_a_team_leaves_out_is_named() -> None:
     assert check(row(build(TEAMS), 1, (" 0F1", "")), TEAMS) == [
         "the output of stage 0, micro-batch 1 is computed 0 times on rank 1"
     ]
-    assert check(row(lowered(TEAMS), 0, (" 0B1 0R", " 0R")), TEAMS) == [
+    assert check(row(lowered(TEAMS), 0, (" 0B1 0A", " 0A")), TEAMS) == [
         "the gradient of stage 0, micro-batch 1 is computed 0 times on rank 0",
         "the weight of stage 0, micro-batch 1 is computed 0 times on rank 0",
     ]
@@ -243,7 +243,7 @@ def test_the_parts_of_all_ranks_of_a_team_are_waited_for() -> None:
 def test_two_teams_that_wait_for_each_other_are_a_deadlock() -> None:
     # Each of the two ranks begins with another direction's stage: neither team is ever complete.
     plan = Plan(stages=1, spatial=2, schedule="gems", replications=1)
-    assert plan.teams == (((0, 1),), ((1, 0),))
+    assert plan.spatial_groups == (((0, 1),), ((1, 0),))
     assert check(parse("0: 0F0 0B0 0F1@1 0B1@1\n1: 0F1@1 0B1@1 0F0 0B0\n"), plan) == [
         "rank 0, step 0: 0F0 waits forever for rank 1, which is at 0F1@1",
         "rank 1, step 0: 0F1@1 waits forever for rank 0, which is at 0F0",
@@ -282,7 +282,8 @@ def test_no_action_can_be_left_out(place: tuple[Plan, Schedule, int, int]) -> No
     plan, schedule, rank, step = place
     row = schedule.ranks[rank]
     only_sum = (
-        sum(a.kind is Kind.REDUCE for _, a in schedule) == 1 and row[step].kind is Kind.REDUCE
+        sum(a.kind is Kind.ALL_REDUCE for _, a in schedule) == 1
+        and row[step].kind is Kind.ALL_REDUCE
     )
     assume(not only_sum)  # without any sum it is the same order, not yet reduced
     assert check(with_row(schedule, rank, row[:step] + row[step + 1 :]), plan)
@@ -305,7 +306,7 @@ def test_two_neighbours_that_check_lets_swap_still_run(
     swapped = with_row(schedule, rank, (*row[:step], row[step + 1], row[step], *row[step + 2 :]))
     if not check(swapped, plan):
         ran = simulate(swapped, plan, unit(plan.depth)).events
-        assert len(ran) == sum(a.computes or a.kind is Kind.REDUCE for _, a in schedule)
+        assert len(ran) == sum(a.computes or a.kind is Kind.ALL_REDUCE for _, a in schedule)
     else:
         assert_it_matters(swapped, plan)
 

@@ -382,10 +382,10 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_what_would_need_code_to_be_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
     def save(trainer: Trainer) -> str:
-        with pytest.raises(CheckpointError) as refused:
+        with pytest.raises(CheckpointError) as rejected:
             trainer.save(tmp_path / "a", extra={"loader": [Net]})
         trained(trainer, 0, 1)  # and training goes on
-        return str(refused.value)
+        return str(rejected.value)
 
     for said in on_ranks(TWO, save):
         assert "shared.extra/loader/0 is a builtins.type, which a checkpoint cannot hold" in said
@@ -562,10 +562,10 @@ def test_what_does_not_fit_is_listed_on_all_ranks_and_changes_nothing(
 
     def load(trainer: Trainer) -> str:
         before = trainer.state_dict()
-        with pytest.raises(CheckpointError, match="does not fit the trainer") as refused:
+        with pytest.raises(CheckpointError, match="does not fit the trainer") as rejected:
             trainer.load(path)
         same_state(trainer.state_dict(), before, 0.0)
-        return str(refused.value)
+        return str(rejected.value)
 
     said = on_ranks(TWO, load, **options)
     assert said[0] == said[1]

@@ -204,7 +204,7 @@ def test_a_plan_over_teams_is_checked_written_and_simulated(
     assert main(["plan", *SMALL, *tiled, "--out", file]) == 0
     assert "0,1,2,3" in capsys.readouterr().out
     plan = from_json(Plan, Path(file).read_text())
-    assert plan.teams == (((0, 1, 2, 3), (4,)),)
+    assert plan.spatial_groups == (((0, 1, 2, 3), (4,)),)
     whole = tmp_path / "whole.json"
     assert main(["plan", *SMALL, "--stages", "2", "--out", str(whole)]) == 0
     blocks = [from_json(Plan, Path(f).read_text()).stages for f in (file, whole)]
@@ -220,10 +220,10 @@ def test_train_starts_its_ranks_and_leaves_plan_timeline_and_picture(tmp_path: P
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"loss: [\d.]+ -> [\d.]+ in 3 steps\nspeed: [\d.]+ images/s", done.stdout)
-    assert "stashes" in done.stdout
+    assert "in flight" in done.stdout
     timeline = from_json(Timeline, (tmp_path / "timeline.json").read_text())
-    assert timeline.ranks == 2 and timeline.stashes == (1, 1)
-    assert all(peak.total > peak.stash > 0 for peak in timeline.peaks)
+    assert timeline.ranks == 2 and timeline.max_in_flight == (1, 1)
+    assert all(peak.total > peak.activations > 0 for peak in timeline.peaks)
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "gems"
     assert ET.parse(tmp_path / "schedule.svg").getroot().tag.endswith("svg")
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -26,7 +26,7 @@ PLANS: dict[str, Plan] = {
     "zero=1": Plan(stages=2, micro_batches=2, data=2, zero=1),
     "zero=2": Plan(stages=2, micro_batches=2, data=2, zero=2),
     "zero=3": Plan(stages=2, micro_batches=1, data=3, zero=3),
-    "host": Plan(**L2L, offload="weights", updates="eager"),  # type: ignore[arg-type]
+    "host": Plan(**L2L, offload="weights", optimizer_step="eager"),  # type: ignore[arg-type]
     "disk": Plan(**L2L, offload="weights:disk"),  # type: ignore[arg-type]
     "optimizer": Plan(stages=2, micro_batches=2, offload="optimizer:disk"),  # type: ignore[arg-type]
     "disk, zero=3": Plan(**L2L, data=2, zero=3, offload="weights:disk"),  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_complex_parameters_train_as_in_one_process(name: str) -> None:
-    for make, clip in ((adam, None), (sgd, None if PLANS[name].updates == "eager" else 0.1)):
+    for make, clip in ((adam, None), (sgd, None if PLANS[name].optimizer_step == "eager" else 0.1)):
         found = planned(spectral(), data("x"), PLANS[name], make=make, clip=clip)
         same(found, plainly(spectral(), data("x"), PLANS[name].total, make=make, clip=clip))
 
@@ -127,7 +127,7 @@ def test_gradients_by_row_are_accumulated_and_clipped() -> None:
     both = [tuple(torch.cat(pair) for pair in zip(*steps, strict=True))]
     for name in ("1f1b", "copies", "host"):
         plan = PLANS[name]
-        clip = None if plan.updates == "eager" else 0.1
+        clip = None if plan.optimizer_step == "eager" else 0.1
         found = planned(words(), steps, plan, make=sgd, accumulate=2, clip=clip)
         dense = words()
         dense.table.sparse = dense.twice.sparse = False  # torch cannot clip sparse gradients

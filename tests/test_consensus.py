@@ -32,7 +32,7 @@ PLANS = {
     "copies, zero 3": Plan(stages=1, micro_batches=1, data=2, zero=3),
     "tiles": Plan(stages=2, spatial=["1x2", "1x2"], micro_batches=2),
     "gems, offloaded": Plan(stages=2, schedule="gems", offload="weights:host"),
-    "copies, eager": Plan(stages=1, micro_batches=2, data=2, updates="eager"),
+    "copies, eager": Plan(stages=1, micro_batches=2, data=2, optimizer_step="eager"),
     "2bw": Plan(stages=1, micro_batches=2, data=2, schedule="2bw"),
 }
 
@@ -82,7 +82,7 @@ def trainer_on(transport: Transport, model: nn.Module, plan: Plan, **options: An
 
 def held(trainer: Trainer) -> dict[str, Tensor]:
     """What this rank itself has, not what the first holder tells."""
-    with trainer.adapter.whole_weights():
+    with trainer.adapter.unsharded_weights():
         names = trainer.adapter.held
         buffers = dict(trainer.model.named_buffers())
         found = {n: trainer.adapter.copy(n).detach().clone() for n in names if n not in buffers}

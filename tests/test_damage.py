@@ -105,11 +105,11 @@ def refusals(path: Path, pair: Any) -> list[str]:
 
     def load(trainer: Trainer) -> str:
         before = trainer.state_dict()
-        with pytest.raises(CheckpointError) as refused:
+        with pytest.raises(CheckpointError) as rejected:
             trainer.load(path)
         same_state(trainer.state_dict(), before, 0.0)
         assert trainer.steps == 0
-        return str(refused.value)
+        return str(rejected.value)
 
     return pair(load)
 
@@ -367,9 +367,9 @@ def test_whoever_fails_after_all_was_validated_says_that_the_trainer_is_half_loa
     monkeypatch.setattr("gems.torch.checkpoint.save_load.put", failing)
 
     def load(trainer: Trainer) -> str:
-        with pytest.raises(CheckpointError) as refused:
+        with pytest.raises(CheckpointError) as rejected:
             trainer.load(whole)
-        return str(refused.value)
+        return str(rejected.value)
 
     said = pair(load)
     assert "of which this trainer has a part now (make a new one), failed on rank 0" in said[0]

@@ -49,14 +49,14 @@ MEASURED = Timeline(
         Event(1, "1F0", 0.011, 0.021, 0.010),
         Event(1, "1B0", 0.021, 0.041, 0.020),
         Event(0, "0B0", 0.042, 0.062, 0.020),
-        Event(0, "0R", 0.062, 0.063),
+        Event(0, "0A", 0.062, 0.063),
     ),
     memory=(
-        ((0.0, Memory(weights=4 << 20)), (0.010, Memory(weights=4 << 20, stash=1 << 20))),
+        ((0.0, Memory(weights=4 << 20)), (0.010, Memory(weights=4 << 20, activations=1 << 20))),
         ((0.0, Memory(weights=2 << 20)), (0.021, Memory(weights=2 << 20, boundary=3 << 19))),
     ),
-    peaks=(Memory(weights=4 << 20, stash=1 << 20), Memory(weights=2 << 20, boundary=3 << 19)),
-    stashes=(1, 1),
+    peaks=(Memory(weights=4 << 20, activations=1 << 20), Memory(weights=2 << 20, boundary=3 << 19)),
+    max_in_flight=(1, 1),
 )
 
 
@@ -139,7 +139,7 @@ def test_a_box_is_as_long_as_its_action_and_says_so() -> None:
     assert found["1B0"].findtext(f"{SVG}title") == "1B0 on rank 1: 20 ms, from 21 ms"
     heights = {name: float(box.get("height") or 0) for name, box in found.items()}
     assert heights["0F0>1"] < heights["0F0"] / 4  # messages are thin
-    assert heights["0R"] == heights["0F0>1"]
+    assert heights["0A"] == heights["0F0>1"]
 
 
 def test_no_box_leaves_the_picture_or_meets_its_neighbour() -> None:
@@ -169,7 +169,14 @@ def test_the_header_and_the_lanes_say_what_is_shown_and_titles_may_hold_any_char
 def test_bytes_are_drawn_below_if_they_were_counted() -> None:
     root = ElementTree.fromstring(svg(MEASURED))
     said = {e.text for e in root.iter(f"{SVG}text")}
-    assert {"Live bytes", "peak 5.0 MiB", "peak 3.5 MiB", "weights", "stash", "boundary"} <= said
+    assert {
+        "Live bytes",
+        "peak 5.0 MiB",
+        "peak 3.5 MiB",
+        "weights",
+        "activations",
+        "boundary",
+    } <= said
     assert "optimizer" not in said
     assert (
         len(list(root.iter(f"{SVG}path"))) == 4
@@ -218,7 +225,7 @@ def test_how_far_two_steps_differ_is_one_line() -> None:
 def test_units_over_seconds_are_as_long_as_makes_both_equally_busy() -> None:
     predicted = drawn(PIPE)
     units, seconds_ = aligned(predicted, MEASURED)
-    busy = [sum(e.seconds for e in t.events if "R" not in e.action) for t in (units, seconds_)]
+    busy = [sum(e.seconds for e in t.events if "A" not in e.action) for t in (units, seconds_)]
     assert busy[0] == pytest.approx(busy[1] - 0.001)  # the send is not computing
     assert difference(predicted, MEASURED).endswith("a unit is 10 ms")
     assert aligned(MEASURED, predicted)[1].seconds == units.seconds
@@ -273,17 +280,17 @@ def test_over_a_step_with_bytes_the_total_of_the_first_is_a_line() -> None:
 def test_bytes_stand_under_the_chart_in_its_columns() -> None:
     assert levels(MEASURED, width=40) == (
         "rank 0  ▇▇▇▇▇███████████████████████████  5.0 MiB in all\n"
-        "             ███████████████████████████  1.0 MiB stash\n"
+        "             ███████████████████████████  1.0 MiB activations\n"
         "                                          0 B boundary\n"
         "rank 1  ▄▄▄▄▄▄▄▄▄▄▄▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆  3.5 MiB in all\n"
-        "                                          0 B stash\n"
+        "                                          0 B activations\n"
         "                   █████████████████████  1.5 MiB boundary\n"
     )
     assert levels(bare(MEASURED)) == ""
 
 
 def test_a_peak_shorter_than_a_column_is_not_lost() -> None:
-    row = [(t / 1000, Memory(stash=8 if t == 31 else 1)) for t in range(63)]
+    row = [(t / 1000, Memory(activations=8 if t == 31 else 1)) for t in range(63)]
     chart = levels(replace(MEASURED, memory=(tuple(row), ()), peaks=()), width=28)
     assert chart.splitlines()[0].count("█") == 1
 
@@ -306,7 +313,7 @@ def test_a_trace_has_a_process_per_rank_with_compute_messages_and_bytes() -> Non
     sliced = [(e["name"], e["pid"], e["tid"], round(e["ts"]), round(e["dur"])) for e in found["X"]]
     assert ("1B0", 1, 0, 21000, 20000) in sliced and ("0F0>1", 0, 1, 10000, 1000) in sliced
     assert len(sliced) == len(MEASURED.events)
-    assert found["C"][1]["args"] == {"weights": 4 << 20, "stash": 1 << 20, "boundary": 0}
+    assert found["C"][1]["args"] == {"weights": 4 << 20, "activations": 1 << 20, "boundary": 0}
 
 
 @pytest.mark.parametrize("plan", [None, PIPE])
@@ -433,7 +440,7 @@ def test_many_blocks_are_folded_into_the_modules_that_hold_them() -> None:
 def test_ranks_that_share_a_stage_each_pay_their_part() -> None:
     shared = cut(UNET, [0, 0, 1, 1, 1], Costs((Cost(f=1e-3),) * 5), (4, 1))
     assert shared.kept(0) == "keeps 1.0 KiB each" and shared.kept(1) == "keeps 6.0 KiB"
-    assert [cell.stash for cell in shared.cells] == [512, 512, 2048, 2048, 2048]
+    assert [cell.activations for cell in shared.cells] == [512, 512, 2048, 2048, 2048]
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -454,10 +461,10 @@ def test_a_table_sets_numbers_to_the_right_and_words_to_the_left() -> None:
 def test_the_report_of_a_step_tells_each_rank_how_busy_it_was_and_what_it_kept() -> None:
     assert report(MEASURED) == (
         "step 63 ms · bubble 50.8% · wall clock\n"
-        "rank   busy     peak  weights    stash  boundary  stashes\n"
-        "----  -----  -------  -------  -------  --------  -------\n"
-        "   0  50.8%  5.0 MiB  4.0 MiB  1.0 MiB       0 B        1\n"
-        "   1  47.6%  3.5 MiB  2.0 MiB      0 B   1.5 MiB        1\n"
+        "rank   busy     peak  weights  activations  boundary  in flight\n"
+        "----  -----  -------  -------  -----------  --------  ---------\n"
+        "   0  50.8%  5.0 MiB  4.0 MiB      1.0 MiB       0 B          1\n"
+        "   1  47.6%  3.5 MiB  2.0 MiB          0 B   1.5 MiB          1\n"
     )
 
 

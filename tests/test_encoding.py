@@ -95,7 +95,9 @@ def test_damaged_bytes_are_rejected_or_are_other_values_but_nothing_else(
 
 
 def test_objects_of_registered_classes_are_made_again() -> None:
-    line = Timeline((Event(0, "0F0", 0.0, 1.5),), memory=(((0.5, Memory(1, 2)),),), stashes=(1,))
+    line = Timeline(
+        (Event(0, "0F0", 0.0, 1.5),), memory=(((0.5, Memory(1, 2)),),), max_in_flight=(1,)
+    )
     value = {"lines": [line], 3: Cells(torch.bfloat16), "count": Counter("aab")}
     assert unpack(pack(value)) == value
     assert unpack(pack(storage.WriteItemType.SHARD)) is storage.WriteItemType.SHARD
@@ -163,8 +165,8 @@ def test_what_cannot_be_told_raises_on_all_ranks_the_same() -> None:
     def work(transport: Transport) -> str:
         told = {"x": [1, Trap(Path("x"))]} if transport.rank == 1 else 0
         with pytest.raises(GemsError) as caught:
-            transport.gather(told)
-        assert transport.gather(transport.rank) == [0, 1, 2]  # and all may go on
+            transport.all_gather_object(told)
+        assert transport.all_gather_object(transport.rank) == [0, 1, 2]  # and all may go on
         return str(caught.value)
 
     (message,) = set(run(3, work))
@@ -177,7 +179,7 @@ def test_what_is_too_large_raises_on_all_ranks(monkeypatch: pytest.MonkeyPatch) 
 
     def work(transport: Transport) -> None:
         with pytest.raises(GemsError, match=r"rank 1: .* bytes; 1000 are the most"):
-            transport.gather("x" * 2000 if transport.rank else "")
+            transport.all_gather_object("x" * 2000 if transport.rank else "")
 
     run(2, work)
 
@@ -222,7 +224,7 @@ def attacked(transport: Any, folder: str) -> Any:
         transport._gathered(pickle.dumps(Trap(trap)))
         return None
     try:
-        transport.gather("hello")
+        transport.all_gather_object("hello")
     except PeerError as error:
         return str(error), trap.exists()
     raise AssertionError("nothing was raised")

@@ -34,7 +34,16 @@ def test_the_cases_have_all_there_is() -> None:
     cases = [draw(number) for number in range(CASES)]
     seen = Counter(feature for case in cases for feature in case.features())
     assert {f"plan schedule={name}" for name in SCHEDULES} <= set(seen)
-    for name in ("spatial", "stream", "zero", "offload", "local_dp", "keep", "halo", "updates"):
+    for name in (
+        "spatial",
+        "stream",
+        "zero",
+        "offload",
+        "local_dp",
+        "keep",
+        "halo",
+        "optimizer_step",
+    ):
         assert any(name in case.plan for case in cases), name
 
 

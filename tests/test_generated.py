@@ -245,7 +245,7 @@ def plans(draw: Any) -> Plan:
     if schedule in ("auto", "sequential"):
         options["bidirectional"] = draw(st.booleans())
     if schedule == "auto":
-        options["stashes"] = draw(st.integers(0, 4))
+        options["max_in_flight"] = draw(st.integers(0, 4))
     return Plan(
         stages=stages,
         micro_batches=draw(st.integers(1, 8)),

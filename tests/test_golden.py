@@ -126,10 +126,10 @@ def test_the_stash_of_resnet_110_at_1024() -> None:
     graph, other = ours(110, 1024), theirs_of_110()
     image = 3 * 1024**2 * 4
     assert round((activations(other, other.blocks) + image) / GB, 1) == 19.6
-    assert other.stash(range(len(other.blocks))) / GB == pytest.approx(19.541, abs=6e-4)
-    assert graph.stash(range(len(graph.blocks))) / GB == pytest.approx(19.474, abs=6e-4)
+    assert other.activations(range(len(other.blocks))) / GB == pytest.approx(19.541, abs=6e-4)
+    assert graph.activations(range(len(graph.blocks))) / GB == pytest.approx(19.474, abs=6e-4)
     # Beside these tensors and the image there is only the mean and deviation of each BatchNorm.
-    kept = graph.stash(range(len(graph.blocks))) - activations(graph, graph.blocks) - image
+    kept = graph.activations(range(len(graph.blocks))) - activations(graph, graph.blocks) - image
     channels = sum(graph.weight[b.buffers[0]].shape[0] for b in graph.blocks if b.buffers)
     assert kept == pytest.approx(2 * 4 * channels, abs=2048), "and the input of the classifier"
 

@@ -128,9 +128,9 @@ LOSSES = {
 }  # fmt: skip
 PLANS = {
     "1f1b": Plan(stages=3, micro_batches=3, schedule="1f1b"),
-    "1f1b, eager": Plan(stages=3, micro_batches=3, schedule="1f1b", updates="eager"),
+    "1f1b, eager": Plan(stages=3, micro_batches=3, schedule="1f1b", optimizer_step="eager"),
     "copies": Plan(stages=2, micro_batches=2, data=2),
-    "copies, eager": Plan(stages=2, micro_batches=2, data=2, updates="eager"),
+    "copies, eager": Plan(stages=2, micro_batches=2, data=2, optimizer_step="eager"),
     "gems": Plan(stages=2, replications=2, schedule="gems"),
     "zero-bubble": Plan(stages=2, micro_batches=3, schedule="zero-bubble"),
     "interleaved": Plan(stages=4, ranks=2, micro_batches=2, schedule="interleaved"),
@@ -139,15 +139,16 @@ PLANS = {
     "zero=2": Plan(stages=2, micro_batches=2, data=2, zero=2),
     "zero=3": Plan(stages=2, micro_batches=2, data=2, zero=3),
     "zero=3, eager": Plan(
-        stages=2, ranks=1, micro_batches=2, data=2, zero=3, schedule="l2l", updates="eager"
+        stages=2, ranks=1, micro_batches=2, data=2, zero=3, schedule="l2l", optimizer_step="eager"
     ),
     "offload": Plan(
-        stages=2, ranks=1, micro_batches=2, schedule="l2l", offload="weights", updates="eager"
+        stages=2, ranks=1, micro_batches=2, schedule="l2l",
+        offload="weights", optimizer_step="eager",
     ),
     "offload, late": Plan(stages=2, micro_batches=2, offload="weights,optimizer"),
     "disk, zero=3": Plan(
         stages=2, ranks=1, micro_batches=2, data=2, zero=3, schedule="l2l",
-        offload="weights:disk", updates="eager",
+        offload="weights:disk", optimizer_step="eager",
     ),
     "2bw": Plan(stages=2, micro_batches=2, schedule="2bw"),
 }  # fmt: skip
@@ -273,7 +274,7 @@ class Image(nn.Module):
 
 TILED = {
     "tiles": Plan(stages=2, micro_batches=2, spatial=[(2, 1), (1, 2)]),
-    "tiles, then whole": Plan(stages=3, micro_batches=2, spatial=(2, 1), updates="eager"),
+    "tiles, then whole": Plan(stages=3, micro_batches=2, spatial=(2, 1), optimizer_step="eager"),
     "streamed": Plan(stages=2, ranks=1, micro_batches=2, stream=(2, 1), schedule="sequential"),
 }
 

@@ -150,10 +150,10 @@ def test_a_schedule_that_recomputes_wrongly_is_explained() -> None:
     plan = Plan(stages=2, micro_batches=2, keep=("inputs", "all"))
     assert check(build(plan), plan) == []
     assert check(changed(plan, "0R0 ", ""), plan) == [
-        "the stash of stage 0, micro-batch 0 is computed 0 times"
+        "the activations of stage 0, micro-batch 0 are computed 0 times"
     ]
     assert check(changed(plan, "0R0", "0R0 0R0"), plan) == [
-        "the stash of stage 0, micro-batch 0 is computed 2 times"
+        "the activations of stage 0, micro-batch 0 are computed 2 times"
     ]
     assert check(changed(plan, "1B0", "1R0 1B0"), plan) == [
         "1R0 has nothing to do: by the plan, stage 1 keeps it all"
@@ -173,7 +173,9 @@ def test_any_order_that_recomputes_is_proven_and_no_shorter_than_the_bound(
     keep = tuple(data.draw(words) for _ in range(plan.depth))
     plan = replace(plan, keep=keep, data=1)
     seconds = st.integers(1, 5)
-    items = [Cost(*(data.draw(seconds) for _ in range(3)), stash=9) for _ in range(plan.depth)]
+    items = [
+        Cost(*(data.draw(seconds) for _ in range(3)), activations=9) for _ in range(plan.depth)
+    ]
     costs = Costs(tuple(items), tuple(Edge(s, s + 1, 2, 2) for s in range(plan.depth - 1)))
     schedule = build(plan, costs)
     assert check(schedule, plan) == []
@@ -187,7 +189,12 @@ def test_any_order_that_recomputes_is_proven_and_no_shorter_than_the_bound(
 
 
 def test_a_sample_that_keeps_all_on_a_rank_does_not_hold_up_those_that_recompute_there() -> None:
-    options: dict[str, Any] = {"stages": 2, "micro_batches": 4, "schedule": "auto", "stashes": 1}
+    options: dict[str, Any] = {
+        "stages": 2,
+        "micro_batches": 4,
+        "schedule": "auto",
+        "max_in_flight": 1,
+    }
     plan = Plan(**options, bidirectional=True, keep=("all", "inputs"))
     assert check(build(plan), plan) == []
 
@@ -195,15 +202,15 @@ def test_a_sample_that_keeps_all_on_a_rank_does_not_hold_up_those_that_recompute
 @given(plans(), st.integers(1, 3), st.sampled_from(("inputs", "except-last")))
 def test_greedy_orders_stay_under_their_cap_and_end(plan: Plan, room: int, keep: str) -> None:
     # Of stages, a sample waits with 2 bytes each and takes 9 from recomputation on.
-    plan = replace(plan, schedule="auto", data=1, keep=keep, stashes=0, replications=0)
+    plan = replace(plan, schedule="auto", data=1, keep=keep, max_in_flight=0, replications=0)
     edges = tuple(Edge(s, s + 1, 2, 2) for s in range(plan.depth - 1))
-    costs = Costs((Cost(stash=9),) * plan.depth, edges)
+    costs = Costs((Cost(activations=9),) * plan.depth, edges)
     most = max(Counter(plan.places[0]).values()) * 9 * (2 if plan.bidirectional else 1)
     cap = most * (1 + room)
     schedule = greedy.order(plan, costs, memory=cap)
     assert check(schedule, plan) == []
     timeline = simulate(schedule, plan, costs)
-    assert max(m.stash for row in timeline.memory for _, m in row) <= cap
+    assert max(m.activations for row in timeline.memory for _, m in row) <= cap
 
 
 # --- its price ------------------------------------------------------------------------------------
@@ -217,22 +224,22 @@ def test_recomputation_hides_where_a_rank_waits_for_a_gradient(p: int, m: int) -
         plan = Plan(stages=p, micro_batches=m, schedule=schedule, keep="inputs")
         timeline = simulate(lowered(plan), plan, unit(p))
         assert timeline.seconds == (m + p - 1) * 3 + m
-        assert timeline.stashes == (1,) * p
+        assert timeline.max_in_flight == (1,) * p
     spared = Plan(stages=p, micro_batches=m, schedule="gpipe", keep="except-last")
     assert simulate(lowered(spared), spared, unit(p)).seconds == (m + p - 1) * 3 + m - 1
 
 
 def test_1f1b_keeps_one_stash_and_the_inputs_of_the_micro_batches_under_way() -> None:
-    p, m, stash, sent = 4, 8, 1000, 10
+    p, m, activations, sent = 4, 8, 1000, 10
     edges = tuple(Edge(s, s + 1, sent, sent) for s in range(p - 1))
-    costs = Costs((Cost(stash=stash, weights=1),) * p, edges)
+    costs = Costs((Cost(activations=activations, weights=1),) * p, edges)
     plan = Plan(stages=p, micro_batches=m, keep="inputs")
     timeline = simulate(lowered(plan), plan, costs)
     for rank, row in enumerate(timeline.memory):
         waiting = (p - rank - 1) * sent if rank else 0  # the first stage reads the batch again
-        assert max(memory.stash for _, memory in row) == stash + waiting
+        assert max(memory.activations for _, memory in row) == activations + waiting
     kept = simulate(lowered(replace(plan, keep="all")), replace(plan, keep="all"), costs)
-    assert max(memory.stash for _, memory in kept.memory[0]) == p * stash
+    assert max(memory.activations for _, memory in kept.memory[0]) == p * activations
 
 
 def test_a_drawing_has_a_letter_and_a_colour_of_its_own_for_it() -> None:
@@ -240,7 +247,9 @@ def test_a_drawing_has_a_letter_and_a_colour_of_its_own_for_it() -> None:
     timeline = simulate(lowered(plan), plan, unit(2))
     assert text(timeline).splitlines()[1] == "rank 0  F0 F1 R0 .. .. B0--- R1 .. B1---"
     drawn = svg(timeline)
-    assert ">recompute<" in drawn and "0R1 on rank 0" in drawn and ">sum of gradients<" in drawn
+    assert (
+        ">recompute<" in drawn and "0R1 on rank 0" in drawn and ">all-reduce of gradients<" in drawn
+    )
 
 
 # --- blocks by name -------------------------------------------------------------------------------
@@ -253,7 +262,7 @@ def chain(n: int, size: int = 16) -> tuple[Graph, Costs]:
         Block(f"b{i}", f"b{i}", (f"v{i}",), (f"v{i + 1}",), saves=((i, size),)) for i in range(n)
     )
     graph = Graph(blocks, tuple(values), ("v0",), (f"v{n}",), (), ())
-    return graph, Costs((Cost(stash=size),) * n)
+    return graph, Costs((Cost(activations=size),) * n)
 
 
 def test_a_run_keeps_its_input_and_is_live_in_its_turn() -> None:
@@ -273,12 +282,12 @@ def test_a_long_chain_fits_in_about_twice_the_root_of_its_length(n: int) -> None
     (names,) = leanest.keeps
     found = footprint(graph, list(range(n)), {graph.index[name] for name in names})
     # Every break keeps its own input and is followed by one: 2 per break, and a run between.
-    assert (found.stash + found.surge) / 16 <= 3.2 * n**0.5
+    assert (found.activations + found.temporary) / 16 <= 3.2 * n**0.5
 
 
 def test_auto_recomputes_no_more_than_it_must_and_the_cheapest_per_byte_first() -> None:
     graph, costs = chain(8)
-    dear = replace(costs, items=tuple(Cost(f=9 if i % 2 else 1, stash=16) for i in range(8)))
+    dear = replace(costs, items=tuple(Cost(f=9 if i % 2 else 1, activations=16) for i in range(8)))
     boundary = 2 * 16
     plan = Plan(keep="auto")
     assert fitted(plan, graph, dear, [0] * 8, 8 * 16 + boundary).keeps == ("all",)
@@ -299,8 +308,8 @@ def test_a_stage_that_recomputes_blocks_pays_for_them_in_backward() -> None:
     plan = assign(Plan(stages=2, keep=(("b0",), "all")), graph, costs)
     first, second = price(costs, graph, [0, 0, 0, 1, 1, 1], plan, machine("cpu")).items
     assert (first.f, first.i, first.w) == (3, 3 + 2, 3)
-    assert (first.stash, first.surge) == (2 * 16, 16)
-    assert (second.i, second.stash, second.surge) == (3, 3 * 16, 0)
+    assert (first.activations, first.temporary) == (2 * 16, 16)
+    assert (second.i, second.activations, second.temporary) == (3, 3 * 16, 0)
 
 
 # --- the planner ----------------------------------------------------------------------------------
@@ -485,7 +494,7 @@ def test_what_autograd_holds_after_forward_is_what_is_counted(keep: Any) -> None
             adapter.forward(0, 0, {})
         for storage in adapter.weight_storages:
             seen.pop(storage, None)
-        return adapter.stash(0, 0)
+        return adapter.activation_bytes(0, 0)
 
     (counted,) = run(1, work)
     assert sum(seen.values()) == counted

@@ -263,7 +263,7 @@ def test_a_process_group_that_exists_is_used_and_left_to_its_owner() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         transport = connect()
-        assert transport.gather("here") == ["here"]
+        assert transport.all_gather_object("here") == ["here"]
         transport.close()
         assert dist.is_initialized()
         dist.all_reduce(torch.ones(1))

@@ -51,14 +51,16 @@ WHOLE = {
     "fold, inputs and blocks": Plan(
         stages=4, placement="fold", schedule="gpipe", keep=("inputs", BLOCKS, (), "except-last")
     ),
-    "auto, inputs": Plan(stages=2, schedule="auto", micro_batches=4, keep="inputs", stashes=1),
-    "gpipe, away": Plan(stages=2, schedule="gpipe", micro_batches=8, offload="stash:disk"),
-    "units, away": Plan(stages=5, ranks=1, schedule="sequential", offload="stash"),
+    "auto, inputs": Plan(
+        stages=2, schedule="auto", micro_batches=4, keep="inputs", max_in_flight=1
+    ),
+    "gpipe, away": Plan(stages=2, schedule="gpipe", micro_batches=8, offload="activations:disk"),
+    "units, away": Plan(stages=5, ranks=1, schedule="sequential", offload="activations"),
     "zero-bubble, away": Plan(
         stages=4,
         schedule="zero-bubble",
         micro_batches=8,
-        offload="stash",
+        offload="activations",
         keep=("all", "inputs", BLOCKS, "all"),
     ),
 }
@@ -74,7 +76,7 @@ CUT = {
         stages=3, spatial=[(2, 2), (1, 2)], micro_batches=2, schedule="gpipe", keep="inputs"
     ),
     "tiles, away": Plan(
-        stages=2, spatial=(2, 1), micro_batches=8, schedule="gpipe", offload="stash"
+        stages=2, spatial=(2, 1), micro_batches=8, schedule="gpipe", offload="activations"
     ),
     "the same tiles, inputs away": Plan(
         stages=4,
@@ -82,7 +84,7 @@ CUT = {
         placement=((0, 1, 2, 3),) * 4,
         schedule="sequential",
         keep="inputs",
-        offload="stash,weights",
+        offload="activations,weights",
     ),
     "tiles, fewer blocks": Plan(stages=2, spatial=(2, 2), micro_batches=2, keep=BLOCKS),
 }
@@ -116,7 +118,7 @@ def stepped(plan: Plan, model: str, side: int, **options: Any) -> tuple[Timeline
 def test_bytes_of_every_kind_and_moment_are_predicted_exactly(name: str) -> None:
     measured, predicted = stepped(WHOLE[name], "resnet_v1", SIDE, depth=14)
     assert predicted.peaks == measured.peaks
-    assert predicted.stashes == measured.stashes
+    assert predicted.max_in_flight == measured.max_in_flight
     for rank, (seen, said) in enumerate(zip(measured.memory, predicted.memory, strict=True)):
         # At the very end the engine waits for its sums, and has let go of all messages by then.
         seen, said = (list(dict.fromkeys(m for _, m in row)) for row in (seen, said))
@@ -126,7 +128,7 @@ def test_bytes_of_every_kind_and_moment_are_predicted_exactly(name: str) -> None
 @pytest.mark.parametrize("name", CUT)
 def test_bytes_of_cut_images_are_predicted_to_a_few_per_cent(name: str) -> None:
     measured, predicted = stepped(CUT[name], "resnet_v1", 64, depth=14)
-    assert predicted.stashes == measured.stashes
+    assert predicted.max_in_flight == measured.max_in_flight
     for seen, said in zip(measured.peaks, predicted.peaks, strict=True):
         assert said.total == pytest.approx(seen.total, rel=0.05)
         for kind in KINDS:

@@ -130,7 +130,7 @@ L2L = {"stages": 2, "ranks": 1, "micro_batches": 2, "schedule": "l2l"}
 PLANS: dict[str, Plan] = {
     "one rank": Plan(stages=1, micro_batches=2, schedule="sequential"),
     "1f1b": Plan(stages=2, micro_batches=2),
-    "eager": Plan(stages=2, micro_batches=2, updates="eager"),
+    "eager": Plan(stages=2, micro_batches=2, optimizer_step="eager"),
     "copies": Plan(stages=2, micro_batches=2, data=2),
     "both ways": Plan(stages=2, replications=1, schedule="gems"),
     "both ways, split": Plan(stages=2, replications=1, schedule="gems-zb"),
@@ -142,9 +142,9 @@ PLANS: dict[str, Plan] = {
     "zero=1": Plan(stages=2, micro_batches=2, data=2, zero=1),
     "zero=2": Plan(stages=2, micro_batches=2, data=2, zero=2),
     "zero=3": Plan(stages=2, micro_batches=2, data=2, zero=3),
-    "zero=3, eager": Plan(**L2L, data=2, zero=3, updates="eager"),
+    "zero=3, eager": Plan(**L2L, data=2, zero=3, optimizer_step="eager"),
     "offload": Plan(**L2L, offload="weights:disk"),  # type: ignore[arg-type]
-    "offload, eager": Plan(**L2L, offload="weights", updates="eager"),  # type: ignore[arg-type]
+    "offload, eager": Plan(**L2L, offload="weights", optimizer_step="eager"),  # type: ignore[arg-type]
     "optimizer": Plan(stages=2, micro_batches=2, offload="optimizer"),  # type: ignore[arg-type]
 }
 

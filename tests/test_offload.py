@@ -28,7 +28,7 @@ from gems.schedule.core import Kind, Schedule, parse
 from gems.schedule.lower.passes import lower
 from gems.schedule.validate import check
 from gems.torch.offload.activations import Bundle, View
-from gems.torch.offload.stores import Handle, Host, Slot
+from gems.torch.offload.stores import Host, Slot, Work
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
@@ -53,7 +53,7 @@ from tests.test_zero import planned as shared
 from tests.worlds import spawn
 
 Tensor = torch.Tensor
-GPIPE = Plan(stages=2, schedule="gpipe", micro_batches=6, offload="stash")
+GPIPE = Plan(stages=2, schedule="gpipe", micro_batches=6, offload="activations")
 
 # --- the order ------------------------------------------------------------------------------------
 
@@ -63,13 +63,13 @@ def test_stores_follow_messages_and_loads_come_one_action_early() -> None:
     first = str(lowered(GPIPE)).splitlines()[0]
     assert first == (
         "0: 0F0 0F0>1 0S0 0F1 0F1>1 0S1 0F2 0F2>1 0S2 0F3 0F3>1 0S3 0F4 0F4>1 0B5<1 0F5 0F5>1 "
-        "0B4<1 0B5 0B3<1 0L3 0B4 0B2<1 0L2 0B3 0B1<1 0L1 0B2 0B0<1 0L0 0B1 0B0 0R"
+        "0B4<1 0B5 0B3<1 0L3 0B4 0B2<1 0L2 0B3 0B1<1 0L1 0B2 0B0<1 0L0 0B1 0B0 0A"
     )
     assert parse(str(lowered(GPIPE))) == lowered(GPIPE)
 
 
 def test_what_is_recomputed_is_loaded_for_that() -> None:
-    plan = Plan(stages=3, micro_batches=6, keep="inputs", offload="stash")
+    plan = Plan(stages=3, micro_batches=6, keep="inputs", offload="activations")
     rows = str(lowered(plan)).splitlines()
     assert "S" not in rows[0], "stage 0 reads the batch, and keeps nothing"
     assert "1L2 1F3" in rows[1] and "1F3 1F3>2 1S3 1B2<2 1R2" in rows[1]
@@ -78,7 +78,7 @@ def test_what_is_recomputed_is_loaded_for_that() -> None:
 
 def test_one_action_under_way_leaves_nothing_to_put_away() -> None:
     for plan in (Plan(stages=2), Plan(stages=4, schedule="gems", replications=2)):
-        assert lowered(replace(plan, offload="stash")) == lowered(plan)
+        assert lowered(replace(plan, offload="activations")) == lowered(plan)
 
 
 def changed(old: str, new: str) -> list[str]:
@@ -94,7 +94,7 @@ def test_check_finds_stores_and_loads_that_are_missing_doubled_or_for_nothing() 
     assert changed("0S3 ", "") == ["0L3, but it is not stored"]
     assert changed("0S3 ", "0S3 0S3 ") == ["0S3, but it is stored already"]
     assert changed("0L3 ", "0L3 0L3 ") == ["0L3, but it is loaded already"]
-    assert changed("0B0 0R", "0B0 0S0 0R") == ["0S0, but it is used already"]
+    assert changed("0B0 0A", "0B0 0S0 0A") == ["0S0, but it is used already"]
     stays = check(lowered(GPIPE), replace(GPIPE, offload=()))
     assert stays[0] == (
         "rank 0, step 2: 0S0 has nothing to do: by the plan, what is kept for backward stays"
@@ -111,13 +111,13 @@ def test_greedy_orders_under_a_cap_may_have_all_samples_under_way(
 ) -> None:
     """Of whole backwards, three stages' stashes are here at most, whatever the priority."""
     seconds = (1.0, 3.0, 2.0, 1.0, 2.0)
-    costs = Costs(tuple(Cost(f=f, stash=100.0, weights=1.0) for f in seconds[:stages]))
+    costs = Costs(tuple(Cost(f=f, activations=100.0, weights=1.0) for f in seconds[:stages]))
     options: dict[str, Any] = {"ranks": min(stages, ranks), "bidirectional": both}
-    plan = Plan(stages=stages, schedule="auto", micro_batches=9, offload="stash", **options)
+    plan = Plan(stages=stages, schedule="auto", micro_batches=9, offload="activations", **options)
     for priority in greedy.PRIORITIES.values():
         order = greedy.order(plan, costs, memory=300.0, split=False, priority=priority)
         found = simulate(lower(order, plan), plan, costs)
-        assert max(peak.stash for peak in found.peaks) <= 300
+        assert max(peak.activations for peak in found.peaks) <= 300
     with pytest.raises(PlanError, match="3 stages of a micro-batch need 300"):
         greedy.order(plan, costs, memory=299.0, split=False)
 
@@ -127,8 +127,8 @@ def test_greedy_orders_under_a_cap_may_have_all_samples_under_way(
 
 def test_stores_and_loads_travel_beside_the_work_and_are_waited_for() -> None:
     """Forward and backward take 1 and 2 s, a stash 0.75 s or 3 s either way."""
-    plan = Plan(stages=1, schedule="gpipe", micro_batches=5, offload="stash")
-    costs = Costs((Cost(stash=300.0, weights=1.0),))
+    plan = Plan(stages=1, schedule="gpipe", micro_batches=5, offload="activations")
+    costs = Costs((Cost(activations=300.0, weights=1.0),))
     order, on = lowered(plan, costs), machine("cpu")
 
     def took(bandwidth: float, plan: Plan = plan) -> float:
@@ -139,7 +139,9 @@ def test_stores_and_loads_travel_beside_the_work_and_are_waited_for() -> None:
     # 0S0 ends at 4, before 0F2; 0S1 at 8, before 0F3; 0S2 at 12, before 0F4, which ends at 13.
     # 0B4 to 15. 0L2 was asked for at 13 and is there at 16; 0L1 begins at 16, and so on.
     assert took(100.0) == 24.0
-    assert took(100.0, replace(plan, offload="stash:disk")) == 24.0, "to and fro never overlap"
+    assert took(100.0, replace(plan, offload="activations:disk")) == 24.0, (
+        "to and fro never overlap"
+    )
     assert simulate(order, plan, costs).seconds == 15.0, "without a machine they take no time"
 
 
@@ -162,7 +164,7 @@ def tried(model: nn.Module, data: list[Any], plan: Plan, loss: Any, oracle: Any 
     try:
         found = (shared if plan.zero else planned)(model, data, plan, loss)
     except PlanError as error:
-        if "nothing waits so long" in str(error):
+        if "none wait so long" in str(error):
             reject()
         raise
     expected = oracle(model, data, plan.total, loss)
@@ -172,12 +174,12 @@ def tried(model: nn.Module, data: list[Any], plan: Plan, loss: Any, oracle: Any 
 @st.composite
 def putting_away(draw: Any) -> Plan:
     keep = draw(st.sampled_from(("all", "all", "inputs", "except-last", ("layers.1", "stem"))))
-    some = draw(plans().filter(lambda p: puts_away(replace(p, keep=keep, offload="stash"))))
+    some = draw(plans().filter(lambda p: puts_away(replace(p, keep=keep, offload="activations"))))
     levels = (0, 0, 2) if some.bidirectional else (0, 0, 2, 3)
     return replace(
         some,
         keep=keep,
-        offload=draw(st.sampled_from(("stash", "stash:disk"))),
+        offload=draw(st.sampled_from(("activations", "activations:disk"))),
         zero=draw(st.sampled_from(levels)) if some.data > 1 else 0,
     )
 
@@ -200,23 +202,26 @@ def test_a_generated_model_whose_stash_is_put_away_trains_like_the_plain_one(
 
 TWO = {"stages": 2, "balance": (6, 7), "micro_batches": 5}
 TEAMS = {
-    "tiles": Plan(**TWO, spatial="2x2", schedule="gpipe", offload="stash:disk"),
+    "tiles": Plan(**TWO, spatial="2x2", schedule="gpipe", offload="activations:disk"),
     "tiles, inputs": Plan(
         stages=3, balance=(3, 4, 6), micro_batches=5, spatial=("2x1", "1x2"), schedule="gpipe",
-        keep=("all", "inputs", "inputs"), offload="stash",
+        keep=("all", "inputs", "inputs"), offload="activations",
     ),
     "tiles, runs, split": Plan(
         **TWO, spatial="1x2", local_dp=2, schedule="zero-bubble", keep=(("3",), "all"),
-        offload="stash",
+        offload="activations",
     ),
     "tiles, both ways": Plan(
         stages=5, balance=(2, 2, 3, 3, 3), placement=((0, 1), 0, 1, 0, 1), spatial="2x1",
-        schedule="sequential", bidirectional=True, micro_batches=2, offload="stash:disk",
+        schedule="sequential", bidirectional=True, micro_batches=2, offload="activations:disk",
     ),
     "tiles, zero 3": Plan(
-        **TWO, spatial="2x1", local_dp=2, schedule="gpipe", zero=3, offload="stash", halo="d2",
+        **TWO, spatial="2x1", local_dp=2, schedule="gpipe", zero=3, halo="d2",
+        offload="activations",
     ),
-    "split": Plan(**(TWO | {"micro_batches": 8}), schedule="zero-bubble", offload="stash:disk"),
+    "split": Plan(
+        **(TWO | {"micro_batches": 8}), schedule="zero-bubble", offload="activations:disk"
+    ),
 }  # fmt: skip
 
 
@@ -239,13 +244,15 @@ def streamed() -> nn.Module:
 def test_a_streamed_stage_puts_away_what_it_received() -> None:
     plan = Plan(
         stages=3, balance=(2, 4, 2), stream=("1x2", "2x2"), schedule="gpipe", micro_batches=5,
-        offload="stash",
+        offload="activations",
     )  # fmt: skip
     data, found = labelled(5, 1), {}
-    for place in ("stash:disk", ()):
+    for place in ("activations:disk", ()):
         found[place] = planned(streamed(), data, replace(plan, offload=place))
         assert_equal(found[place], plainly(streamed(), data, 5))
-    away, stays = (max(m.stash for _, m in found[k].timeline.memory[1]) for k in ("stash:disk", ()))
+    away, stays = (
+        max(m.activations for _, m in found[k].timeline.memory[1]) for k in ("activations:disk", ())
+    )
     assert away <= 3 / 5 * stays
 
 
@@ -255,7 +262,7 @@ def test_what_is_easily_done_twice_is_done_once() -> None:
     model, data = Rough().double(), batches((6, 3, 6, 6), 5, 2, torch.float64)
     for keep in ("all", "inputs"):
         plan = Plan(stages=4, ranks=1, schedule="sequential", micro_batches=2, keep=keep)
-        found = planned(model, data, replace(plan, offload="stash"))
+        found = planned(model, data, replace(plan, offload="activations"))
         assert_equal(found, planned(model, data, plan), 0.0)
         assert_equal(found, plainly(model, data, 2))
 
@@ -282,8 +289,8 @@ def test_views_come_back_as_they_were() -> None:
     torch.manual_seed(0)
     model = Strides().double()
     data = [(torch.randn(5, 3, 4, 4).double(), torch.arange(5)) for _ in range(2)]
-    plan = Plan(schedule="gpipe", micro_batches=5, offload="stash")
-    for place in ("stash", "stash:disk"):
+    plan = Plan(schedule="gpipe", micro_batches=5, offload="activations")
+    for place in ("activations", "activations:disk"):
         found = planned(model, data, replace(plan, offload=place))
         assert_equal(found, planned(model, data, replace(plan, offload=())), 0.0)
         assert_equal(found, plainly(model, data, 5))
@@ -309,14 +316,14 @@ def test_a_rank_has_two_stashes_of_eight_and_the_rest_on_disk() -> None:
     plan = Plan(**(TWO | {"micro_batches": 8}), schedule="gpipe")
     data = labelled(8, 1)
     stays = planned(classifier(), data, plan).timeline
-    away = planned(classifier(), data, replace(plan, offload="stash:disk")).timeline
-    assert stays.stashes == (8, 8) and away.stashes == (2, 2)
+    away = planned(classifier(), data, replace(plan, offload="activations:disk")).timeline
+    assert stays.max_in_flight == (8, 8) and away.max_in_flight == (2, 2)
     for rank in range(2):
         rows = [[m for _, m in timeline.memory[rank]] for timeline in (stays, away)]
-        one = max(m.stash for m in rows[0]) // 8
-        assert [max(m.stash for m in row) for row in rows] == [8 * one, 2 * one]
-        assert [max(m.away for m in row) for row in rows] == [0, 6 * one]
-        assert rows[1][-1].away == rows[1][-1].stash == 0
+        one = max(m.activations for m in rows[0]) // 8
+        assert [max(m.activations for m in row) for row in rows] == [8 * one, 2 * one]
+        assert [max(m.offloaded for m in row) for row in rows] == [0, 6 * one]
+        assert rows[1][-1].offloaded == rows[1][-1].activations == 0
 
 
 class Watched:
@@ -343,12 +350,12 @@ class _Watched:
     def __init__(self, home: Watched, slot: Slot) -> None:
         self.home, self.slot, self.size = home, slot, slot.size
 
-    def write(self, tensor: Tensor) -> Handle:
+    def write(self, tensor: Tensor) -> Work:
         memory = tensor.untyped_storage()
         self.home.written.append((StorageWeakRef(memory), memory.nbytes()))
         return self.slot.write(tensor)
 
-    def read(self, into: Tensor) -> Handle:
+    def read(self, into: Tensor) -> Work:
         if self.home.left is None:
             self.home.left = sum(size for ref, size in self.home.written if not ref.expired())
         return self.slot.read(into)
@@ -378,10 +385,10 @@ class _Late:
     def __init__(self, slot: Slot) -> None:
         self.slot, self.size = slot, slot.size
 
-    def write(self, tensor: Tensor) -> Handle:
+    def write(self, tensor: Tensor) -> Work:
         return _Waited(lambda: self.slot.write(tensor))
 
-    def read(self, into: Tensor) -> Handle:
+    def read(self, into: Tensor) -> Work:
         return _Waited(lambda: self.slot.read(into.zero_()))
 
     def free(self) -> None:
@@ -389,7 +396,7 @@ class _Late:
 
 
 class _Waited:
-    def __init__(self, work: Callable[[], Handle]) -> None:
+    def __init__(self, work: Callable[[], Work]) -> None:
         self.work = work
 
     def wait(self) -> None:
@@ -398,13 +405,13 @@ class _Waited:
 
 @pytest.mark.parametrize("keep", ("all", "inputs"))
 def test_nothing_goes_or_is_read_before_it_was_waited_for(keep: str) -> None:
-    plan = Plan(**TWO, schedule="gpipe", offload="stash", keep=keep)
+    plan = Plan(**TWO, schedule="gpipe", offload="activations", keep=keep)
     data, model = labelled(5, 1), classifier()
 
     def work(transport: Transport) -> dict[str, Tensor]:
         sample, mine = torch.empty(1, 3, 21, 19, dtype=torch.float64), copy.deepcopy(model)
         trainer = Trainer(mine, F.cross_entropy, sgd, sample, plan, transport=transport)
-        trainer.adapter.store_of_stash = Late()
+        trainer.adapter.activation_store = Late()
         trainer.step(*data[0])
         return trainer.state_dict()
 
@@ -434,18 +441,18 @@ LETS_GO: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
 def test_what_is_stored_is_really_gone_and_as_much_as_was_counted(name: str) -> None:
     """On rank 1, whose stage reads no batch, which its user holds."""
     make, plan = LETS_GO[name]
-    plan = replace(plan, offload="stash")
+    plan = replace(plan, offload="activations")
     data = labelled(plan.total, 1)[0]
 
     def work(transport: Transport) -> tuple[Watched, list[int], Any]:
         sample = torch.empty(1, 3, 21, 19, dtype=torch.float64)
         trainer = Trainer(make(), F.cross_entropy, sgd, sample, plan, transport=transport)
-        trainer.adapter.store_of_stash = store = Watched()
+        trainer.adapter.activation_store = store = Watched()
         away, adapter, stored = [], trainer.adapter, trainer.adapter.store
 
         def noted(stage: int, micro_batch: int) -> list[Any]:
             handles = stored(stage, micro_batch)
-            away.append(adapter.stash(stage, micro_batch))
+            away.append(adapter.activation_bytes(stage, micro_batch))
             return handles
 
         adapter.store = noted  # type: ignore[method-assign]
@@ -489,7 +496,7 @@ class InPlace(nn.Module):
         return z + y
 
 
-@pytest.mark.parametrize("offload", ((), "stash"))
+@pytest.mark.parametrize("offload", ((), "activations"))
 def test_what_changed_in_place_is_found_out(offload: Any) -> None:
     data = [(torch.randn(5, 4), torch.arange(5) % 4)]
     plan = Plan(schedule="gpipe", micro_batches=5, offload=offload)
@@ -515,8 +522,10 @@ def test_what_changed_before_it_was_stored_is_found_out_when_it_is_back() -> Non
 
 
 def test_plans_that_put_nothing_away_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"'stash:disk' .* in this schedule nothing waits so long"):
-        planned(classifier(), labelled(2, 1), Plan(micro_batches=2, offload="stash:disk"))
+    with pytest.raises(
+        PlanError, match=r"'activations:disk' .* in this schedule none wait so long"
+    ):
+        planned(classifier(), labelled(2, 1), Plan(micro_batches=2, offload="activations:disk"))
 
 
 def test_schedules_of_ones_own_get_their_stores() -> None:

@@ -99,11 +99,11 @@ def test_images_and_batches_are_as_large_as_was_asked_for(tmp_path: Path, usual:
     large = trained(tmp_path, "--image-size", 16, "--batch-size", 9)
     assert len(usual.losses) == 3 and len(large.losses) == 1
 
-    def stash(run: Run) -> int:
+    def activations(run: Run) -> int:
         timeline = from_json(Timeline, (run.folder / "timeline.json").read_text())
-        return timeline.peaks[0].stash
+        return timeline.peaks[0].activations
 
-    assert stash(large) > 10 * stash(usual)
+    assert activations(large) > 10 * activations(usual)
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 4 --ranks 2 --schedule interleaved", {"ranks": 2}),
     ("--stages 4 --placement fold --schedule auto", {"placement": "fold", "ranks": 2}),
     ("--schedule auto --bidirectional", {"bidirectional": True, "directions": 2}),
-    ("--schedule auto --stashes 3", {"stashes": 3}),
+    ("--schedule auto --max-in-flight 3", {"max_in_flight": 3}),
     ("--stages 2 --balance 3,1", {"balance": (3, 1)}),
     ("--balance memory", {"balance": "memory"}),
     ("--stages 2 --spatial 1x2", {"spatial": ((1, 2),)}),
@@ -136,13 +136,13 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--spatial 2x1 --stages 2 --halo d2", {"halo": "d2"}),
     ("--spatial 2x1 --stages 2 --halo-D2", {"halo": "d2"}),
     ("--spatial 2x1 --stages 2 --halo-D2 --fused-layers 3", {"fused_layers": 3}),
-    ("--no-enable-master-comm-opt", {"sums": "late"}),
+    ("--no-enable-master-comm-opt", {"grad_sync": "end"}),
     ("--keep inputs", {"keep": "inputs"}),
     ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
     ("--data 2 --zero 2", {"zero": 2}),
-    ("--offload stash:disk", {"offload": ("stash:disk",)}),
-    ("--stages 2 --ranks 1 --schedule l2l --updates eager", {"updates": "eager"}),
-    ("--spatial 2x1 --keep inputs --share-inputs", {"share_inputs": True}),
+    ("--offload activations:disk", {"offload": ("activations:disk",)}),
+    ("--stages 2 --ranks 1 --schedule l2l --optimizer-step eager", {"optimizer_step": "eager"}),
+    ("--spatial 2x1 --keep inputs --partition-activations", {"partition_activations": True}),
 ]
 SHOWN |= {
     word: "test_the_plan_is_the_one_that_was_asked_for"
@@ -318,7 +318,7 @@ def test_the_planner_chooses_within_the_memory_that_is_given(
 def test_what_is_put_away_on_disk_is_in_the_folder_that_was_given(
     tmp_path: Path, usual: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = ["--stages", "4", "--ranks", "1", "--schedule", "gpipe", "--offload", "stash:disk"]
+    plan = ["--stages", "4", "--ranks", "1", "--schedule", "gpipe", "--offload", "activations:disk"]
     plan += ["--offload-folder"]
     away = trained(tmp_path / "a", *plan, tmp_path)
     assert away.losses == pytest.approx(usual.losses, rel=1e-6)
@@ -600,7 +600,7 @@ def test_heat_maps_show_the_class_that_was_asked_for(tmp_path: Path, tissue: Sam
         ("--num-layers 3", "--num-layers is for networks by name"),
         ("--times 1 --schedule 1f1b", "'1f1b' is not one"),
         ("--fused-layers 2", "is for halo='d2'"),
-        ("--stashes 2", "is for 'auto'"),
+        ("--max-in-flight 2", "applies to schedule 'auto'"),
         ("--memory much", "is not a size"),
         ("--machine abacus", "there is no machine 'abacus'"),
     ],

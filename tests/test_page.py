@@ -58,7 +58,7 @@ def test_the_page_has_every_event_and_every_count_of_bytes() -> None:
         for start, stop, _, action in row
     ]
     assert sorted(named) == sorted((e.rank, e.action, e.start, e.stop) for e in MEASURED.events)
-    assert [kind for kind, _ in data["kinds"]] == ["weights", "stash", "boundary"]
+    assert [kind for kind, _ in data["kinds"]] == ["weights", "activations", "boundary"]
     assert data["sides"][0]["memory"][0] == [[0.0, 4 << 20, 0, 0], [0.01, 4 << 20, 1 << 20, 0]]
     assert data["ranks"] == ["stage 0", "stage 1"]
     assert data["charted"] == 0 and data["lined"] is None
@@ -198,7 +198,7 @@ def test_pointing_at_a_box_tells_what_it_is_and_how_many_bytes_are_live(
         "1B0 backward",
         "rank 1 · stage 1 · micro-batch 0",
         "from 21 ms, lasts 20 ms",
-        *("weights\t2.0 MiB", "stash\t0 B", "boundary\t1.5 MiB", "in all\t3.5 MiB"),
+        *("weights\t2.0 MiB", "activations\t0 B", "boundary\t1.5 MiB", "in all\t3.5 MiB"),
     ]
     assert page.run("return gems.joins") == [["1B0", "0B0"]]
     page.point(*page.place(0, "0F0"))
@@ -279,7 +279,7 @@ def test_many_ranks_and_events_are_drawn_at_once(opened: Callable[..., Page]) ->
         for r in range(ranks)
         for n in range(count)
     )
-    row = tuple((n + 1.0, Memory(weights=1 << 30, stash=n << 20)) for n in range(count))
+    row = tuple((n + 1.0, Memory(weights=1 << 30, activations=n << 20)) for n in range(count))
     page = opened(Timeline(events, memory=(row,) * ranks), "many")
     assert page.run("return chart.clientWidth <= frame.clientWidth"), "not under the scroll bar"
     drawn_at_first = page.run("return gems.drawn")

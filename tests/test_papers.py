@@ -72,7 +72,7 @@ def test_bubble_rates_of_interleaving_are_a_little_above_the_published_ones(
 def test_our_greedy_order_is_not_yet_as_good_as_the_papers_search() -> None:
     """A miss, written down: whoever mends `auto` will want to change these numbers."""
     first = zerobubble.SETTINGS[0]
-    one, two = (zerobubble.rate(first, "auto", stashes=k * first.p) for k in (1, 2))
+    one, two = (zerobubble.rate(first, "auto", max_in_flight=k * first.p) for k in (1, 2))
     assert (round(one, 4), first.h1) == (0.1701, 0.1585)
     assert (round(two, 4), first.searched_2p) == (0.1022, 0.0433)
 

@@ -15,7 +15,7 @@ from gems.plans.plan import Plan
 from gems.predict.memory import live
 from gems.schedule.core import Kind
 from gems.torch.offload.split_inputs import part_of
-from gems.torch.spatial.group import CHANNEL, Team
+from gems.torch.spatial.group import CHANNEL, SpatialGroup
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
@@ -42,20 +42,20 @@ def data() -> list[Any]:
 
 INPUTS = Plan(
     stages=3, balance=(5, 3, 2), spatial=("2x1", "3x1"), schedule="gpipe", micro_batches=4,
-    keep=("all", "inputs", "all"), share_inputs=True,
+    keep=("all", "inputs", "all"), partition_activations=True,
 )  # fmt: skip
 RUNS = Plan(
     stages=2, balance=(5, 5), spatial=("2x1", "2x1"), schedule="gpipe", micro_batches=4,
-    keep=("all", ("7",)), share_inputs=True,
+    keep=("all", ("7",)), partition_activations=True,
 )  # fmt: skip
 PLANS = {
     "inputs": INPUTS,
-    "inputs, put away": replace(INPUTS, offload="stash:disk"),
+    "inputs, put away": replace(INPUTS, offload="activations:disk"),
     "runs": RUNS,
-    "runs, put away, split": replace(RUNS, offload="stash", schedule="zero-bubble"),
+    "runs, put away, split": replace(RUNS, offload="activations", schedule="zero-bubble"),
     "slices": Plan(
         stages=2, balance=(5, 5), spatial="2x2", local_dp=2, micro_batches=4, keep=("inputs", ()),
-        share_inputs=True,
+        partition_activations=True,
     ),
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_values_in_parts_come_to_the_plain_model(name: str) -> None:
 
 @pytest.mark.parametrize("shared", (False, True))
 def test_stored_inputs_are_divided_by_the_team_as_predicted(shared: bool) -> None:
-    plan = replace(INPUTS, share_inputs=shared)
+    plan = replace(INPUTS, partition_activations=shared)
 
     def work(transport: Transport) -> tuple[list[int], list[int]]:
         sample = torch.empty(SAMPLES, 3, 6, 6, dtype=torch.float64)
@@ -76,10 +76,10 @@ def test_stored_inputs_are_divided_by_the_team_as_predicted(shared: bool) -> Non
         rank = transport.rank
         row = live(trainer.schedule, trainer.plan, trainer.costs)[rank][0]
         actions = trainer.schedule.ranks[rank]
-        said = [m.stash for a, m in zip(actions, row, strict=True) if forward(a)]
+        said = [m.activations for a, m in zip(actions, row, strict=True) if forward(a)]
         assert trainer._local is not None
         pairs = zip(trainer._local.events, trainer._local.memory[0], strict=True)
-        return said, [m.stash for event, (_, m) in pairs if forward(event.parsed())]
+        return said, [m.activations for event, (_, m) in pairs if forward(event.parsed())]
 
     def forward(action: Any) -> bool:
         return action.computes and action.kind is Kind.FORWARD
@@ -93,14 +93,18 @@ def test_stored_inputs_are_divided_by_the_team_as_predicted(shared: bool) -> Non
 def test_p_a_goes_to_the_host_as_well() -> None:
     found = planned(net(), data(), PLANS["inputs, put away"]).timeline
     for row in found.memory[2:5]:
-        assert max(m.away for _, m in row) % (WHOLE // PARTS) == 0 < max(m.away for _, m in row)
+        assert (
+            max(m.offloaded for _, m in row) % (WHOLE // PARTS)
+            == 0
+            < max(m.offloaded for _, m in row)
+        )
 
 
 def test_parts_are_put_together_with_the_strides_they_had() -> None:
     def work(transport: Transport) -> None:
         ranks = tuple(range(transport.world))
         transport.prepare([], [(a, b, CHANNEL) for a in ranks for b in ranks if a != b])
-        team = Team((transport.world,), ranks, transport.rank, transport)
+        team = SpatialGroup((transport.world,), ranks, transport.rank, transport)
         x = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
         last = x.contiguous(memory_format=torch.channels_last)
         for y in (x, last, x.permute(3, 1, 0, 2), x[0, 0, 0, 0], torch.arange(3) > 1):
@@ -116,8 +120,8 @@ def test_parts_are_put_together_with_the_strides_they_had() -> None:
 
 def test_it_is_refused_where_nothing_is_kept_by_all() -> None:
     with pytest.raises(PlanError, match="no stage is both cut over ranks and recomputed"):
-        Plan(stages=2, keep="inputs", share_inputs=True)
+        Plan(stages=2, keep="inputs", partition_activations=True)
     with pytest.raises(PlanError, match="no stage is both cut over ranks and recomputed"):
-        Plan(stages=2, spatial="2x1", keep=("all", "inputs"), share_inputs=True)
+        Plan(stages=2, spatial="2x1", keep=("all", "inputs"), partition_activations=True)
     with pytest.raises(PlanError, match="is cut already, like the image"):
         planned(net(), data(), PLANS["slices"])

@@ -46,14 +46,14 @@ def test_fold_goes_there_and_back_again() -> None:
 def test_bidirectional_lays_a_second_replica_in_reverse() -> None:
     plan = Plan(stages=4, schedule="gems", replications=2)
     assert plan.places == ((0, 1, 2, 3), (3, 2, 1, 0))
-    assert plan.holders == ((0, 3), (1, 2), (1, 2), (0, 3))
+    assert plan.replica_groups == ((0, 3), (1, 2), (1, 2), (0, 3))
     assert plan.stages_on == ((0, 3), (1, 2), (1, 2), (0, 3))
     assert plan.micro_batches == 4
 
 
 def test_the_middle_of_an_odd_number_of_stages_has_one_holder_per_copy() -> None:
     plan = Plan(stages=5, schedule="gems", data=2)
-    assert plan.holders == ((0, 4, 5, 9), (1, 3, 6, 8), (2, 7), (1, 3, 6, 8), (0, 4, 5, 9))
+    assert plan.replica_groups == ((0, 4, 5, 9), (1, 3, 6, 8), (2, 7), (1, 3, 6, 8), (0, 4, 5, 9))
     assert plan.stages_on[2] == plan.stages_on[7] == (2,)
 
 
@@ -61,7 +61,9 @@ def test_hybrid_sums_a_stage_over_every_rank_that_is_s_or_its_mirror_image() -> 
     p, data = 4, 3
     plan = Plan(stages=p, schedule="gems", data=data)
     for s in range(p):
-        assert plan.holders[s] == tuple(r for r in range(p * data) if r % p in (s, p - 1 - s))
+        assert plan.replica_groups[s] == tuple(
+            r for r in range(p * data) if r % p in (s, p - 1 - s)
+        )
 
 
 def test_data_parallel_copies_follow_on_the_next_ranks() -> None:
@@ -109,39 +111,39 @@ TILED = Plan(stages=3, spatial=[(2, 2), (1, 2)])
 
 
 def test_teams_of_a_straight_plan_lie_one_after_the_other() -> None:
-    assert TILED.teams == (((0, 1, 2, 3), (4, 5), (6,)),)
+    assert TILED.spatial_groups == (((0, 1, 2, 3), (4, 5), (6,)),)
     assert (TILED.ranks, TILED.world, TILED.sizes, TILED.cut) == (7, 7, (4, 2, 1), True)
     assert TILED.grids == (Grid(tiles=(2, 2)), Grid(tiles=(1, 2)), Grid())
-    assert TILED.holders == ((0, 1, 2, 3), (4, 5), (6,))
+    assert TILED.replica_groups == ((0, 1, 2, 3), (4, 5), (6,))
     assert TILED.stages_on == ((0,), (0,), (0,), (0,), (1,), (1,), (2,))
 
 
 def test_the_second_direction_lays_its_tiles_over_the_last_stages_of_the_first() -> None:
     plan = replace(TILED, schedule="gems", bidirectional=True, micro_batches=2)
-    assert plan.teams == (((0, 1, 2, 3), (4, 5), (6,)), ((6, 5, 4, 3), (2, 1), (0,)))
-    assert plan.team_of(0, 1) == plan.team_for(0, 1) == (6, 5, 4, 3)
-    assert plan.holders == (tuple(range(7)), (1, 2, 4, 5), (0, 6))
+    assert plan.spatial_groups == (((0, 1, 2, 3), (4, 5), (6,)), ((6, 5, 4, 3), (2, 1), (0,)))
+    assert plan.spatial_group_of(0, 1) == plan.spatial_group_for(0, 1) == (6, 5, 4, 3)
+    assert plan.replica_groups == (tuple(range(7)), (1, 2, 4, 5), (0, 6))
     assert plan.stages_on[3] == (0,), "rank 3 has a tile of stage 0 in both directions"
 
 
 def test_copies_of_teams_follow_on_the_next_ranks() -> None:
     plan = replace(TILED, schedule="gems", bidirectional=True, data=2)
-    assert plan.teams[2] == ((7, 8, 9, 10), (11, 12), (13,))
-    assert plan.teams[3] == ((13, 12, 11, 10), (9, 8), (7,))
-    assert plan.holders[2] == (0, 6, 7, 13)
-    assert plan.one_copy().teams == plan.teams[:2]
+    assert plan.spatial_groups[2] == ((7, 8, 9, 10), (11, 12), (13,))
+    assert plan.spatial_groups[3] == ((13, 12, 11, 10), (9, 8), (7,))
+    assert plan.replica_groups[2] == (0, 6, 7, 13)
+    assert plan.one_copy().spatial_groups == plan.spatial_groups[:2]
 
 
 def test_local_dp_cuts_the_stages_after_the_spatial_ones() -> None:
     plan = Plan(stages=3, spatial=(2, 2), local_dp=2)
     assert plan.grids == (Grid(tiles=(2, 2)), Grid(batch=2), Grid(batch=2))
-    assert plan.teams == (((0, 1, 2, 3), (4, 5), (6, 7)),)
-    assert Plan(stages=2, local_dp=3).teams == (((0, 1, 2), (3, 4, 5)),)
+    assert plan.spatial_groups == (((0, 1, 2, 3), (4, 5), (6, 7)),)
+    assert Plan(stages=2, local_dp=3).spatial_groups == (((0, 1, 2), (3, 4, 5)),)
 
 
 def test_teams_can_be_written_out_and_lie_over_each_other() -> None:
     plan = Plan(stages=3, spatial=[(2, 2), (1, 2)], placement=((0, 1, 2, 3), (0, 1), (0,)))
-    assert plan.teams == (((0, 1, 2, 3), (0, 1), (0,)),)
+    assert plan.spatial_groups == (((0, 1, 2, 3), (0, 1), (0,)),)
     assert (plan.ranks, plan.stages_on) == (4, ((0, 1, 2), (0, 1), (0,), (0,)))
     assert plan == replace(plan, placement=((0, 1, 2, 3), (0, 1), 0))
 
@@ -159,7 +161,7 @@ def test_a_team_of_one_is_no_cut() -> None:
 
 def test_lanes_are_the_whole_stages_of_one_copy_on_a_rank_each() -> None:
     edges = ((0, 1), (0, 2), (1, 2))
-    options = dict(stages=3, schedule="auto", stashes=2, bidirectional=True, edges=edges)
+    options = dict(stages=3, schedule="auto", max_in_flight=2, bidirectional=True, edges=edges)
     cut = Plan(**options, spatial="2x2", local_dp=2, data=3, halo="d2", fused_layers=4)
     assert cut.lanes() == Plan(**options)
     over = Plan(stages=2, spatial=2, placement=((0, 1), 0), schedule="gpipe")
@@ -236,8 +238,14 @@ MISTAKES = [
         dict(stages=2, schedule="gems", bidirectional=False),
         "schedule 'gems' is bidirectional; leave bidirectional out",
     ),
-    (dict(stages=2, stashes=3), "stashes=3 is for 'auto', not '1f1b'; leave it out"),
-    (dict(stages=2, schedule="auto", stashes=-1), "stashes is -1; give 1 or more, or leave it out"),
+    (
+        dict(stages=2, max_in_flight=3),
+        "max_in_flight=3 applies to schedule 'auto', not '1f1b'; remove it",
+    ),
+    (
+        dict(stages=2, schedule="auto", max_in_flight=-1),
+        "max_in_flight is -1; give 1 or more, or leave it out",
+    ),
     (dict(stages=2, placement="ring"), "'ring' is unknown; choose one of straight, fold or write"),
     (
         dict(stages=4, placement="fold", ranks=3),
@@ -364,8 +372,8 @@ def test_outputs_of_the_model_travel_to_the_last_stage_where_the_loss_is() -> No
 def test_costs_of_a_stage_add_up_and_shared_storages_and_weights_count_once() -> None:
     costs = of_stages(Costs((Cost(1, 2, 3), Cost(4, 5, 6), Cost(7, 8, 9))), SKIP, (0, 0, 1))
     assert costs.items == (
-        Cost(f=5, i=7, w=9, stash=115, weights=48, gradients=40),
-        Cost(f=7, i=8, w=9, stash=1, weights=40, gradients=40),
+        Cost(f=5, i=7, w=9, activations=115, weights=48, gradients=40),
+        Cost(f=7, i=8, w=9, activations=1, weights=40, gradients=40),
     )
     assert costs.messages == (Edge(0, 1, 2 * 4 * 4 + 2 * 5 * 4, 2 * 4 * 4 + 2 * 5 * 4),)
     assert (costs[0].b, costs[0].seconds) == (16, 21)
@@ -428,7 +436,7 @@ def test_blocks_are_evened_out_over_teams_by_time_and_by_memory() -> None:
 THINGS = [
     Plan(stages=4, schedule="gems", replications=2, data=2),
     Plan(stages=(("stem", "layer1"), ("head",)), placement=(1, 0), edges=((0, 1),)),
-    Plan(stages=3, balance=(4, 5, 6), schedule="auto", stashes=2),
+    Plan(stages=3, balance=(4, 5, 6), schedule="auto", max_in_flight=2),
     Plan(stages=3, spatial=["2x2", "1x2"], halo="d2", fused_layers=3, data=2),
     Plan(stages=3, spatial=4, local_dp=2, placement=((0, 1, 2, 3), (0, 1), (2, 3))),
     Grid(tiles=(2, 2)),
@@ -438,8 +446,8 @@ THINGS = [
         events=(Event(0, "0F0", 0.0, 0.25, 0.2), Event(1, "1F0@1", 0.25, 0.5)),
         clock="virtual",
         memory=(((0.0, Memory(1, 2, 3, 4, 5, 6)), (0.5, Memory())), ()),
-        peaks=(Memory(stash=9), Memory()),
-        stashes=(1, 0),
+        peaks=(Memory(activations=9), Memory()),
+        max_in_flight=(1, 0),
     ),
 ]
 
@@ -470,7 +478,7 @@ def plans(draw: st.DrawFn) -> Plan:
         schedule=schedule,
         data=draw(st.integers(1, 3)),
         placement=draw(st.sampled_from(places)),
-        stashes=draw(st.integers(0, 3)) if schedule == "auto" else 0,
+        max_in_flight=draw(st.integers(0, 3)) if schedule == "auto" else 0,
         edges=draw(st.none() | edges),
         spatial=spatial,
         local_dp=local_dp,
@@ -482,13 +490,17 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_any_plan_reads_back_equal_and_with_the_same_places(plan: Plan) -> None:
     again = from_json(Plan, to_json(plan))
     assert again == plan
-    assert (again.teams, again.holders, again.chain) == (plan.teams, plan.holders, plan.chain)
-    for teams in plan.teams:
+    assert (again.spatial_groups, again.replica_groups, again.chain) == (
+        plan.spatial_groups,
+        plan.replica_groups,
+        plan.chain,
+    )
+    for teams in plan.spatial_groups:
         assert tuple(map(len, teams)) == plan.sizes
         assert {rank // plan.ranks for team in teams for rank in team} == {
             min(teams[0]) // plan.ranks
         }
-    assert {rank for teams in plan.teams for team in teams for rank in team} == set(
+    assert {rank for teams in plan.spatial_groups for team in teams for rank in team} == set(
         range(plan.world)
     )
 

@@ -90,14 +90,14 @@ def test_under_a_cap_the_first_stages_get_fewer_blocks_for_they_keep_more() -> N
     costs = estimate(graph, V100)
     wanted = Plan(stages=4, micro_batches=8)
     free = stages(wanted, graph, costs)
-    needs = [graph.stash([i for i, s in enumerate(free) if s == k]) for k in range(4)]
+    needs = [graph.activations([i for i, s in enumerate(free) if s == k]) for k in range(4)]
     assert kept(wanted) == [4, 3, 2, 1]
     cap = 0.6 * 4 * needs[0]
     tight = stages(wanted, graph, costs, cap)
     assert tight.count(0) < free.count(0)
     for s, k in enumerate(kept(wanted)):
         mine = [i for i, stage in enumerate(tight) if stage == s]
-        assert k * graph.stash(mine) <= cap
+        assert k * graph.activations(mine) <= cap
 
 
 def test_spatial_stages_end_before_what_cannot_be_cut() -> None:
@@ -135,7 +135,7 @@ def toy(strips: tuple[int, ...] = (), sums: int = 0) -> tuple[Graph, Costs, Mach
     )  # fmt: skip
     values = [Value(n, (2, 3, 9, 8), (216, 72, 8, 1), "float32", True) for n in "xy"]
     graph = Graph((block,), tuple(values), ("x",), ("y",), (), ())
-    costs = Costs((Cost(f=10, i=20, w=30, stash=900, launch=1, workspace=90),))
+    costs = Costs((Cost(f=10, i=20, w=30, activations=900, launch=1, workspace=90),))
     return graph, costs, Machine("toy", V100.device, LINK, LINK)
 
 
@@ -146,7 +146,7 @@ def test_the_largest_tile_sets_the_pace_and_launches_are_not_shared() -> None:
     assert (cost.f, cost.i, cost.w) == pytest.approx(
         (9 * share + 1, 19 * share + 1, 29 * share + 1)
     )
-    assert (cost.stash, cost.workspace) == pytest.approx((900 * share, 90 * share))
+    assert (cost.activations, cost.workspace) == pytest.approx((900 * share, 90 * share))
     sliced = price(costs, graph, [0], Plan(local_dp=2), on)[0]
     assert sliced.f == pytest.approx(9 / 2 + 1)
 
@@ -156,7 +156,7 @@ def test_a_rank_in_the_middle_pays_for_strips_to_both_sides_and_sums_to_all() ->
     ends = price(costs, graph, [0], Plan(spatial=[(2, 1)]), on)[0]
     assert ends.exchange == 300 + 48
     assert ends.f == pytest.approx(9 * 5 / 9 + 1 + 2 * 0.5 + 348 / 1000)
-    assert ends.stash == pytest.approx(900 * 5 / 9 + 300)
+    assert ends.activations == pytest.approx(900 * 5 / 9 + 300)
     middle = price(costs, graph, [0], Plan(spatial=[(3, 2)]), on)[0]
     # 600 / 2 to each of two sides, over half the width; 400 / 2 to one side, over a third.
     assert middle.exchange == pytest.approx(300 + 200 / 3 + 5 * 48)
@@ -214,7 +214,7 @@ def test_lumps_keep_all_that_counts_and_their_names_stand_for_their_blocks() -> 
     small, lumped = coarse(graph, costs, 12)
     assert len(small.blocks) == len(lumped) < len(graph.blocks) / 2
     whole, parts = range(len(graph.blocks)), range(len(small.blocks))
-    assert small.stash(parts) == graph.stash(whole)
+    assert small.activations(parts) == graph.activations(whole)
     assert small.held(parts) == graph.held(whole)
     assert sum(c.seconds for c in lumped.items) == pytest.approx(
         sum(c.seconds for c in costs.items)
@@ -224,7 +224,7 @@ def test_lumps_keep_all_that_counts_and_their_names_stand_for_their_blocks() -> 
         start = graph.index[block.name]
         after = small.blocks[part + 1].name if part + 1 < len(small.blocks) else None
         run = range(start, graph.index[after] if after else len(graph.blocks))
-        assert small.stash([part]) == graph.stash(run)
+        assert small.activations([part]) == graph.activations(run)
         assert small.trained([part]) == graph.trained(run)
         assert footprint(small, parts, {part}) == footprint(graph, whole, set(run))
     cut_small = stages(Plan(stages=3), small, lumped)
@@ -370,8 +370,8 @@ def test_an_edited_plan_is_told_all_that_is_wrong_with_it(
     assert "did you mean stem.conv" in told(('"stem.conv"', '"stem.cnov"'))
     assert "there is no field schedul" in told(('"schedule"', '"schedul"'))
     assert "schedule '1f1c' is unknown" in told(('"1f1b"', '"1f1c"'))
-    both = told(('"local_dp": 1', '"local_dp": 0'), ('"stashes": 0', '"stashes": -1'))
-    assert "local_dp" in both and "stashes is -1" in both, "all faults at once"
+    both = told(('"local_dp": 1', '"local_dp": 0'), ('"max_in_flight": 0', '"max_in_flight": -1'))
+    assert "local_dp" in both and "max_in_flight is -1" in both, "all faults at once"
     assert "but with these stages the model sends" in told(('"edges": [[0, 1]]', '"edges": []'))
 
 
@@ -431,9 +431,9 @@ def test_what_waits_is_put_away_where_nothing_else_fits(ranks: int) -> None:
     model, cap = deep(), (3 if ranks == 1 else 2) * 2**20
     sample = torch.empty(1, 3, 96, 96, device="meta")
     chosen = plan(model, sample, ranks=ranks, memory=cap, micro_batches=1, state=0.0)
-    assert "stash:disk" in chosen.offload and chosen.depth > 1
+    assert "activations:disk" in chosen.offload and chosen.depth > 1
     assert chosen.cut == (ranks > 1)
-    assert re.search(r"stash.* to disk: .* are enough", chosen.why)
+    assert re.search(r"activations.* to disk: .* are enough", chosen.why)
     assert measured(model, chosen, 96) <= cap
     roomy = plan(model, sample, ranks=ranks, memory="8GiB", micro_batches=1)
     assert not roomy.offload
@@ -444,7 +444,7 @@ def test_gpus_put_away_to_their_host() -> None:
     chosen = plan(
         deep(), sample, ranks=1, memory="3MiB", micro_batches=1, state=0.0, machine="v100"
     )
-    assert "stash:host" in chosen.offload
+    assert "activations:host" in chosen.offload
 
 
 def test_a_model_that_does_not_fit_is_fetched_layer_by_layer() -> None:

@@ -99,7 +99,7 @@ CASES = {
     "gems × data 2": ("resnet", Plan(stages=2, replications=1, schedule="gems", data=2)),
     "both ways, integers": (
         "pointers",
-        Plan(stages=3, micro_batches=4, schedule="auto", bidirectional=True, stashes=2),
+        Plan(stages=3, micro_batches=4, schedule="auto", bidirectional=True, max_in_flight=2),
     ),
     "dropout, 2 ranks both ways": ("dropping", Plan(stages=2, replications=2, schedule="gems-zb")),
     "dropout, 2 × data 2": ("dropping", Plan(stages=2, micro_batches=2, data=2)),
@@ -124,10 +124,16 @@ def measured(transport: Transport, plan: Plan, steps: int) -> Any:
     )
     for images, labels in data(steps, plan.total):
         trainer.step(images, labels)
-    stash = dict(trainer.adapter.stash_bytes)
+    activations = dict(trainer.adapter.activation_bytes_of)
     engine = trainer.engine
     left = (len(engine.sending), len(engine.inbox), len(engine.at_hand), len(trainer.adapter.kept))
-    return trainer.timeline(), stash, left, trainer.adapter.standing(), engine.meter.now
+    return (
+        trainer.timeline(),
+        activations,
+        left,
+        trainer.adapter.resident_memory(),
+        engine.meter.now,
+    )
 
 
 def most(timeline: Any, rank: int, kind: str) -> int:
@@ -139,31 +145,31 @@ def test_gems_never_keeps_more_than_one_micro_batch_per_rank(stages: int) -> Non
     plan = Plan(stages=stages, replications=3, schedule="gems")
     results = spawn(plan.world, measured, plan, 2)
     timeline = results[0][0]
-    assert timeline.stashes == (1,) * stages
-    for number, (_, stash, _, _, _) in enumerate(results):
-        own = {size for (stage, _), size in stash.items()}
-        assert most(timeline, number, "stash") == max(own)
+    assert timeline.max_in_flight == (1,) * stages
+    for number, (_, activations, _, _, _) in enumerate(results):
+        own = {size for (stage, _), size in activations.items()}
+        assert most(timeline, number, "activations") == max(own)
 
 
 def test_1f1b_keeps_as_many_as_there_are_stages_to_come() -> None:
     plan = Plan(stages=4, micro_batches=8, schedule="1f1b")
     results = spawn(plan.world, measured, plan, 1)
     timeline = results[0][0]
-    assert timeline.stashes == (4, 3, 2, 1)
-    for stage, (_, stash, _, _, _) in enumerate(results):
-        assert most(timeline, stage, "stash") == (4 - stage) * stash[stage, 0]
+    assert timeline.max_in_flight == (4, 3, 2, 1)
+    for stage, (_, activations, _, _, _) in enumerate(results):
+        assert most(timeline, stage, "activations") == (4 - stage) * activations[stage, 0]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems"])
 def test_nothing_is_left_over_after_a_step(schedule: str) -> None:
     plan = Plan(stages=3, micro_batches=6, schedule=schedule)
-    for timeline, _, left, standing, now in spawn(3, measured, plan, 2):
+    for timeline, _, left, resident, now in spawn(3, measured, plan, 2):
         assert left == (0, 0, 0, 0), "no message, no stash"
-        assert (now.stash, now.boundary, now.communication) == (0, 0, 0)
-        assert now.weights == standing.weights and now.optimizer == standing.optimizer
+        assert (now.activations, now.boundary, now.communication) == (0, 0, 0)
+        assert now.weights == resident.weights and now.optimizer == resident.optimizer
         for peak in timeline.peaks:
             assert isinstance(peak, Memory)
-            assert peak.total > standing.weights
+            assert peak.total > resident.weights
 
 
 def test_buffers_that_were_sent_are_let_go_before_the_step_ends() -> None:

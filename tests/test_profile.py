@@ -53,7 +53,7 @@ def test_each_gradient_has_its_own_seconds_and_bytes_are_the_estimates() -> None
     assert conv.f > 0 and conv.i > 0
     assert relu.f > 0 and relu.w == 0, "changed in place, and without weights"
     for a, b in zip(found.items, guess.items, strict=True):
-        assert (a.stash, a.weights, a.gradients) == (b.stash, b.weights, b.gradients)
+        assert (a.activations, a.weights, a.gradients) == (b.activations, b.weights, b.gradients)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -74,7 +74,7 @@ def test_a_trainer_foretells_its_step_from_either(costs: str) -> None:
         trainer.step(torch.randn(4, 3, 12, 12), torch.randint(5, (4,)))
     said, seen = trainer.forecast(), trainer.timeline()
     assert said.clock == "simulated" and said.seconds > 0
-    assert said.peaks == seen.peaks and said.stashes == seen.stashes
+    assert said.peaks == seen.peaks and said.max_in_flight == seen.max_in_flight
 
 
 def test_this_computer_is_measured_by_a_command_and_known_as_local(tmp_path: Path) -> None:

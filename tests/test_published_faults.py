@@ -166,7 +166,9 @@ def test_fault_7_momentum_and_gradients_of_the_two_directions_do_not_mix() -> No
 def test_fault_8_an_odd_number_of_stages_is_synchronised(schedule: str) -> None:
     """Published: the replicas of the middle stage drift apart; all others are summed up."""
     plan = Plan(stages=3, replications=2, schedule=schedule, spatial=[(1, 2), (1, 2)], **ODD)
-    assert len(plan.holders[1]) > 2, "several ranks have the middle stage, in both directions"
+    assert len(plan.replica_groups[1]) > 2, (
+        "several ranks have the middle stage, in both directions"
+    )
     found, expected = both(plan, steps=3)  # the same bits on all of them, says `planned`
     assert_equal(found, expected)
 

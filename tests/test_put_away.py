@@ -36,7 +36,7 @@ from tests.worlds import spawn
 Tensor = torch.Tensor
 L2L = Plan(stages=3, ranks=1, schedule="l2l", micro_batches=2, offload="weights:disk")
 each_place = pytest.mark.parametrize("place", ["host", "disk"])
-each_way = pytest.mark.parametrize("updates", ["late", "eager"])
+each_way = pytest.mark.parametrize("updates", ["end", "eager"])
 
 
 # --- the same numbers -----------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def putting_away(draw: Any) -> Plan:
     if plan.data > 1:
         plan = replace(plan, zero=draw(st.integers(0, 2 if plan.bidirectional else 3)))
     eager = plan.zero in (0, 3) and draw(st.booleans())
-    return replace(plan, updates="eager" if eager else "late")
+    return replace(plan, optimizer_step="eager" if eager else "end")
 
 
 WHAT = ("weights", "optimizer")
@@ -81,7 +81,7 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @each_way
 @pytest.mark.parametrize("name", MAKES)
 def test_l2l_is_the_plain_loop_bit_for_bit(name: str, updates: str) -> None:
-    found = planned(small(), data(), replace(L2L, updates=updates), make=MAKES[name])
+    found = planned(small(), data(), replace(L2L, optimizer_step=updates), make=MAKES[name])
     expected = plainly(small(), data(), 2, make=MAKES[name])
     assert found.losses == expected.losses
     same_state(found.state, expected.state, 0.0)
@@ -145,7 +145,7 @@ def over_gloo(transport: Transport, plans: list[Plan]) -> list[Outcome]:
 
 
 def test_gloo_processes_come_to_the_plain_model() -> None:
-    both = [PLANS["ZeRO-Infinity"], replace(L2L, data=2, updates="eager")]
+    both = [PLANS["ZeRO-Infinity"], replace(L2L, data=2, optimizer_step="eager")]
     for at, outcomes in enumerate(zip(*spawn(2, over_gloo, both), strict=True)):
         expected = plainly(small(), data(), both[at].total, make=adam)
         assert_same(join(list(outcomes)), expected)
@@ -153,7 +153,7 @@ def test_gloo_processes_come_to_the_plain_model() -> None:
 
 def test_a_loss_that_is_no_number_updates_nothing() -> None:
     def work(transport: Transport) -> None:
-        plan = replace(L2L, updates="eager")
+        plan = replace(L2L, optimizer_step="eager")
         lose = lambda a, b: a.sum() * torch.nan  # noqa: E731
         sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
         trainer = Trainer(small(), lose, sgd, sample, plan, transport=transport)
@@ -184,7 +184,7 @@ def test_a_stage_is_updated_while_the_one_before_it_runs_where_that_takes_no_mem
             return super().step(closure)
 
     def work(transport: Transport) -> None:
-        plan = replace(L2L, updates="eager", offload=f"weights:{place}")
+        plan = replace(L2L, optimizer_step="eager", offload=f"weights:{place}")
         make = lambda parameters: Patient(parameters, 0.1)  # noqa: E731
         sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
         trainer = Trainer(small(), nn.CrossEntropyLoss(), make, sample, plan, transport=transport)
@@ -197,7 +197,7 @@ def test_a_stage_is_updated_while_the_one_before_it_runs_where_that_takes_no_mem
 
         trainer.adapter.backward = noticed  # type: ignore[method-assign]
         trainer.step(*data(1)[0])
-        assert trainer.adapter.standing().gradients == 0
+        assert trainer.adapter.resident_memory().gradients == 0
         trainer.close()
 
     overlaps: list[bool] = []
@@ -213,7 +213,7 @@ def test_an_update_that_fails_beside_the_work_ends_the_step() -> None:
             raise ValueError("no step today")
 
     def work(transport: Transport) -> None:
-        plan = replace(L2L, updates="eager", offload="weights:host")
+        plan = replace(L2L, optimizer_step="eager", offload="weights:host")
         make = lambda parameters: Broken(parameters, 0.1)  # noqa: E731
         sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
         trainer = Trainer(small(), nn.CrossEntropyLoss(), make, sample, plan, transport=transport)
@@ -227,19 +227,19 @@ def test_an_update_that_fails_beside_the_work_ends_the_step() -> None:
 
 
 def test_l2l_in_text() -> None:
-    late = "0: 0G 0F0 1G 0F1 0D 1F0 2G 1F1 1D 2F0 2F1 2R0 2B0 2R1 1G 2B1 2D 2R"
-    late += " 1R0 1B0 1R1 0G 1B1 1D 1R 0R0 0B0 0R1 0B1 0D 0R\n"
+    late = "0: 0U 0F0 1U 0F1 0D 1F0 2U 1F1 1D 2F0 2F1 2R0 2B0 2R1 1U 2B1 2D 2A"
+    late += " 1R0 1B0 1R1 0U 1B1 1D 1A 0R0 0B0 0R1 0B1 0D 0A\n"
     assert str(lowered(L2L)) == late
-    eager = late.replace("2R ", "2R 2U ").replace("1R ", "1R 1U ").replace("0R\n", "0R 0U\n")
-    assert str(lowered(replace(L2L, updates="eager"))) == eager
-    assert parse(eager) == lowered(replace(L2L, updates="eager"))
+    eager = late.replace("2A ", "2A 2O ").replace("1A ", "1A 1O ").replace("0A\n", "0A 0O\n")
+    assert str(lowered(replace(L2L, optimizer_step="eager"))) == eager
+    assert parse(eager) == lowered(replace(L2L, optimizer_step="eager"))
 
 
 def test_each_direction_fetches_for_itself() -> None:
     schedule = lowered(replace(GEMS, offload="weights"))
     ends = [row[-1] for row in schedule.ranks]
-    assert [a.kind for a in ends] == [Kind.REDUCE] * 3
-    fetched = [[a.stage for a in row if a.kind is Kind.GATHER] for row in schedule.ranks]
+    assert [a.kind for a in ends] == [Kind.ALL_REDUCE] * 3
+    fetched = [[a.stage for a in row if a.kind is Kind.UNSHARD] for row in schedule.ranks]
     assert fetched == [[0, 2, 0, 2], [1], [2, 0, 2, 0]]  # rank 1 has one stage in both directions
     assert len(list(Run(schedule, replace(GEMS, offload="weights")))) == sum(
         len(row) for row in schedule.ranks
@@ -247,33 +247,35 @@ def test_each_direction_fetches_for_itself() -> None:
 
 
 def test_check_finds_weights_that_are_not_there_and_updates_out_of_place() -> None:
-    plan = replace(L2L, stages=1, micro_batches=1, updates="eager", keep="all")
-    assert check(parse("0: 0G 0F0 0R0 0B0 0D 0R 0U"), plan) == []
+    plan = replace(L2L, stages=1, micro_batches=1, optimizer_step="eager", keep="all")
+    assert check(parse("0: 0U 0F0 0R0 0B0 0D 0A 0O"), plan) == []
     for text, complaint in {
-        "0: 0F0 0R0 0B0 0R 0U": "0F0 has no weights; it wants 0G before it",
-        "0: 0G 0F0 0R0 0B0 0D 0U 0R": "0U comes before 0R",
-        "0: 0G 0F0 0R0 0B0 0D 0R": r"updates stages \[\] but holds \[0\]",
-        "0: 0G 0F0 0R0 0B0 0D 0R 0U 0U": "0U is the second of its stage",
+        "0: 0F0 0R0 0B0 0A 0O": "0F0 has no weights; it wants 0U before it",
+        "0: 0U 0F0 0R0 0B0 0D 0O 0A": "0O comes before 0A",
+        "0: 0U 0F0 0R0 0B0 0D 0A": r"updates stages \[\] but holds \[0\]",
+        "0: 0U 0F0 0R0 0B0 0D 0A 0O 0O": "0O is the second of its stage",
     }.items():
         with pytest.raises(ScheduleError, match=complaint):
             require(parse(text), plan)
-    with pytest.raises(ScheduleError, match="whose updates are late"):
-        require(parse("0: 0G 0F0 0R0 0B0 0D 0R 0U"), replace(plan, updates="late"))
+    with pytest.raises(ScheduleError, match="whose optimizer_step is 'end'"):
+        require(parse("0: 0U 0F0 0R0 0B0 0D 0A 0O"), replace(plan, optimizer_step="end"))
 
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match=r"runs all stages on one rank.*give ranks=1, and data=N"):
         lowered(Plan(stages=2, schedule="l2l"))
-    with pytest.raises(PlanError, match="zero=1 would gather the updated parts"):
-        Plan(stages=2, data=2, zero=1, updates="eager")
-    with pytest.raises(PlanError, match="sums='late' come last; leave one out"):
-        Plan(updates="eager", sums="late")
+    with pytest.raises(PlanError, match="zero=1 would all-gather the updated shards"):
+        Plan(stages=2, data=2, zero=1, optimizer_step="eager")
+    with pytest.raises(PlanError, match="grad_sync='end' puts them last; remove one"):
+        Plan(optimizer_step="eager", grad_sync="end")
     with pytest.raises(PlanError, match="choose one of late, eager"):
-        Plan(updates="never")
+        Plan(optimizer_step="never")
     with pytest.raises(PlanError, match="2bw puts nothing away"):
         Plan(stages=2, schedule="2bw", offload="weights")
-    eager = replace(L2L, updates="eager")
-    with pytest.raises(PlanError, match="clip must see all of them first; use updates='late'"):
+    eager = replace(L2L, optimizer_step="eager")
+    with pytest.raises(
+        PlanError, match="clip must see all of them first; use optimizer_step='end'"
+    ):
         planned(small(), data(1), eager, clip=1.0)
     with pytest.raises(PlanError, match="precision='fp16' must see all of them first"):
         planned(small(), data(1), eager, precision="fp16")
@@ -299,7 +301,7 @@ def layered(transport: Transport, plan: Plan) -> Any:
 
 
 COUNTED = {
-    **{f"l2l, {updates}": replace(L2L, updates=updates) for updates in ("late", "eager")},
+    **{f"l2l, {updates}": replace(L2L, optimizer_step=updates) for updates in ("end", "eager")},
     "copies": Plan(ranks=1, schedule="sequential", data=2),
     "shared out": Plan(ranks=1, schedule="sequential", data=2, zero=3),
     "gems": Plan(schedule="gems"),
@@ -318,20 +320,20 @@ def test_bytes_are_foreseen(name: str, offload: str) -> None:
 
 @each_way
 def test_l2l_never_holds_more_than_two_layers(updates: str) -> None:
-    plan = replace(L2L, stages=4, micro_batches=3, updates=updates)
+    plan = replace(L2L, stages=4, micro_batches=3, optimizer_step=updates)
     ((_, _, moments, peak),) = run(1, lambda t: layered(t, plan))
     one = 4 * (64 * 64 + 64)
     assert max(m.weights for _, m in moments) == 2 * one
     assert max(m.gradients for _, m in moments) == one
     assert moments[-1][1].weights == moments[-1][1].gradients == 0
-    grads = 4 * one if updates == "late" else 0
-    assert moments[-1][1].away == 3 * 4 * one + grads  # weights, and twice that for Adam
+    grads = 4 * one if updates == "end" else 0
+    assert moments[-1][1].offloaded == 3 * 4 * one + grads  # weights, and twice that for Adam
     assert peak < 7 * one, "one stage with its gradient and state, and a few activations"
 
 
 def test_time_counts_what_is_fetched() -> None:
     """Weights come while the layer before runs, if the disk is fast enough."""
-    cost = Cost(f=1.0, i=1.0, w=1.0, stash=8.0, weights=100.0, gradients=100.0)
+    cost = Cost(f=1.0, i=1.0, w=1.0, activations=8.0, weights=100.0, gradients=100.0)
 
     def seconds(disk: float, offload: str) -> float:
         there = replace(machine("cpu"), disk=Link(latency=0.0, bandwidth=disk))
@@ -349,7 +351,7 @@ def test_time_counts_what_is_fetched() -> None:
 SAVED = {
     "plain": ONE,
     "disk": replace(L2L, micro_batches=4),
-    "host": replace(L2L, micro_batches=4, offload="weights", updates="eager"),
+    "host": replace(L2L, micro_batches=4, offload="weights", optimizer_step="eager"),
     "state": replace(TWO, offload="optimizer:disk"),
     "infinity": replace(L2L, data=2, zero=3),
     "gems": replace(GEMS, offload="weights:disk"),

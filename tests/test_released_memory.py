@@ -25,7 +25,7 @@ from gems.transport.protocol import Transport
 from gems.transport.threads import run
 from tests.exact import batches, plainly, same_state
 
-L2L = {"stages": 2, "ranks": 1, "micro_batches": 2, "schedule": "l2l", "updates": "eager"}
+L2L = {"stages": 2, "ranks": 1, "micro_batches": 2, "schedule": "l2l", "optimizer_step": "eager"}
 PLANS = {
     "zero=3": Plan(stages=2, micro_batches=2, data=2, zero=3),
     "weights on the host": Plan(**L2L, offload="weights"),

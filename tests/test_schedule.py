@@ -39,7 +39,7 @@ def test_a_schedule_as_text_parses_back(name: str) -> None:
         assert parse(str(schedule)) == schedule
 
 
-@pytest.mark.parametrize("text", ["2F0", "12B34", "1I3@1", "2R0@1", "2F0>3", "2B0<3@1", "7R"])
+@pytest.mark.parametrize("text", ["2F0", "12B34", "1I3@1", "2R0@1", "2F0>3", "2B0<3@1", "7A"])
 def test_an_action_is_spelled_as_on_a_whiteboard(text: str) -> None:
     assert str(parse_action(text)) == text
 
@@ -109,8 +109,8 @@ def test_lowered_a_schedule_names_its_messages_and_its_sums() -> None:
     plan = Plan(stages=2, schedule="gems", replications=1)
     assert lowered(plan) == parse(
         """
-        0: 0B0<1 0F0 0F0>1 1F1<0@1 0B0 1F1@1 1B1@1 1B1>0@1 1R 0R
-        1: 1F0<0 1F0 1B0 1B0>0 1R 0B1<1@1 0F1@1 0F1>1@1 0B1@1 0R
+        0: 0B0<1 0F0 0F0>1 1F1<0@1 0B0 1F1@1 1B1@1 1B1>0@1 1A 0A
+        1: 1F0<0 1F0 1B0 1B0>0 1A 0B1<1@1 0F1@1 0F1>1@1 0B1@1 0A
         """
     )
 
@@ -252,8 +252,8 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def costs_of(depth: int) -> st.SearchStrategy[Costs]:
-    seconds, stash = st.floats(0.01, 10), st.integers(0, 1000)
-    cost = st.builds(Cost, f=seconds, i=seconds, w=seconds, stash=stash)
+    seconds, activations = st.floats(0.01, 10), st.integers(0, 1000)
+    cost = st.builds(Cost, f=seconds, i=seconds, w=seconds, activations=activations)
     return st.lists(cost, min_size=depth, max_size=depth).map(lambda items: Costs(tuple(items)))
 
 
@@ -301,7 +301,7 @@ def test_auto_lowers_to_a_proven_schedule_on_any_placement(plan: Plan) -> None:
 
 
 def test_a_cap_smaller_than_one_micro_batch_is_refused_with_the_bytes() -> None:
-    costs = Costs((Cost(stash=100), Cost(stash=2000)))
+    costs = Costs((Cost(activations=100), Cost(activations=2000)))
     with pytest.raises(PlanError, match=r"rank 1 may keep 1,500 bytes .* needs 2,000; use more"):
         greedy.order(Plan(stages=2), costs, memory=1500)
 
@@ -311,7 +311,7 @@ def test_auto_is_as_short_as_zero_bubble_and_keeps_to_its_stashes() -> None:
         free = Plan(stages=p, micro_batches=m, schedule="auto")
         published = length(Plan(stages=p, micro_batches=m, schedule="zero-bubble"))
         assert length(free) <= 1.02 * published
-        capped = Plan(stages=p, micro_batches=m, schedule="auto", stashes=1)
+        capped = Plan(stages=p, micro_batches=m, schedule="auto", max_in_flight=1)
         assert counted(build(capped)) == (1,) * p
 
 
@@ -383,7 +383,7 @@ def test_any_cut_under_any_schedule_lowers_to_a_proven_one(name: str, data: st.D
 @given(team_plans())
 def test_all_ranks_of_a_team_do_the_work_of_its_stage_in_one_order(plan: Plan) -> None:
     rows = [[a for a in row if a.computes] for row in lowered(plan).ranks]
-    for replica, teams in enumerate(plan.teams):
+    for replica, teams in enumerate(plan.spatial_groups):
         for stage, team in enumerate(teams):
             mine = (
                 [a for a in rows[rank] if (a.stage, a.replica) == (stage, replica)] for rank in team
@@ -393,14 +393,14 @@ def test_all_ranks_of_a_team_do_the_work_of_its_stage_in_one_order(plan: Plan) -
 
 def test_lowered_a_team_sends_and_receives_rank_by_rank() -> None:
     plan = Plan(stages=3, spatial=["2x1", "1x1"], local_dp=2, schedule="1f1b")
-    assert plan.teams == (((0, 1), (2,), (3, 4)),)
+    assert plan.spatial_groups == (((0, 1), (2,), (3, 4)),)
     assert lowered(plan) == parse(
         """
-        0: 0B0<1 0F0 0F0>1 0B0 0R
-        1: 0B0<1 0F0 0F0>1 0B0 0R
-        2: 1B0<2 1F0<0 1F0 1F0>2 1B0 1B0>0 1R
-        3: 2F0<1 2F0 2B0 2B0>1 2R
-        4: 2F0<1 2F0 2B0 2B0>1 2R
+        0: 0B0<1 0F0 0F0>1 0B0 0A
+        1: 0B0<1 0F0 0F0>1 0B0 0A
+        2: 1B0<2 1F0<0 1F0 1F0>2 1B0 1B0>0 1A
+        3: 2F0<1 2F0 2B0 2B0>1 2A
+        4: 2F0<1 2F0 2B0 2B0>1 2A
         """
     )
 
@@ -409,8 +409,8 @@ def test_a_rank_of_both_teams_still_sends_to_the_others_and_hears_from_them() ->
     plan = Plan(stages=2, spatial="1x2", schedule="sequential", placement=((0, 1), 1))
     assert lowered(plan) == parse(
         """
-        0: 0B0<1 0F0 0F0>1 0B0 0R
-        1: 1F0<0 0F0 1F0 1B0 1B0>0 1R 0B0 0R
+        0: 0B0<1 0F0 0F0>1 0B0 0A
+        1: 1F0<0 0F0 1F0 1B0 1B0>0 1A 0B0 0A
         """
     )
 
@@ -462,7 +462,7 @@ def test_tiles_of_one_cell_change_nothing() -> None:
 def test_a_cut_plan_refuses_what_its_schedule_does_not_know() -> None:
     with pytest.raises(PlanError, match="'gpipe' has one direction"):
         build(Plan(stages=3, spatial=4, schedule="gpipe", bidirectional=True))
-    costs = Costs((Cost(stash=100), Cost(stash=2000)))
+    costs = Costs((Cost(activations=100), Cost(activations=2000)))
     with pytest.raises(PlanError, match="rank 1 may keep 1,500 bytes") as error:
         build(Plan(stages=2, spatial=4, schedule="auto"), costs, memory=1500)
     assert "here every stage counts as one rank" in str([error.value, *_notes(error.value)])
@@ -479,7 +479,7 @@ def test_prediction_runs_forward_only_on_every_rank_of_a_team(plan: Plan) -> Non
     assert len(list(run)) == sum(map(len, schedule.ranks)) and run.stuck() == []
     done = Counter((rank, a.stage, a.micro_batch) for rank, a in schedule if a.computes)
     wanted = ((s, i) for s in range(plan.depth) for i in range(plan.total))
-    assert done == Counter((r, s, i) for s, i in wanted for r in plan.team_for(s, i))
+    assert done == Counter((r, s, i) for s, i in wanted for r in plan.spatial_group_for(s, i))
 
 
 # --- receipts -----------------------------------------------------------------------------------
@@ -514,8 +514,8 @@ def test_receipts_hold_in_any_schedule(plan: Plan) -> None:
             sent = next(at for at, a in enumerate(row) if a.way == ">" and a.message == message)
             before = {a.message for a in row[:sent] if a.way == "<"}
             assert other != rank and set(posted) <= before
-            assert rank in plan.team_for(message.target, message.micro_batch)
+            assert rank in plan.spatial_group_for(message.target, message.micro_batch)
             for mine in posted:
-                assert rank in plan.team_for(mine.source, mine.micro_batch)
+                assert rank in plan.spatial_group_for(mine.source, mine.micro_batch)
                 assert (mine, other) not in proven, "each once"
                 proven.add((mine, other))

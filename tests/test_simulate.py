@@ -26,7 +26,7 @@ def starts(timeline: Timeline) -> dict[str, float]:
 def test_a_message_takes_its_latency_and_its_bytes() -> None:
     plan = Plan(stages=2)
     timeline = simulate(lowered(plan), plan, TWO, LINK)
-    assert starts(timeline) == {"0F0": 0, "1F0": 3.5, "1B0": 4.5, "0B0": 9, "1R": 6.5, "0R": 11}
+    assert starts(timeline) == {"0F0": 0, "1F0": 3.5, "1B0": 4.5, "0B0": 9, "1A": 6.5, "0A": 11}
     assert timeline.seconds == 11
     assert timeline.clock == "simulated"
 
@@ -91,7 +91,7 @@ def test_a_stage_that_is_cut_takes_a_part_of_its_time_on_every_rank() -> None:
     costs = Costs((Cost(4, 4, 4), Cost()), messages=(Edge(0, 1, 100, 100),)).shared(plan.sizes)
     timeline = simulate(lowered(plan), plan, costs, LINK)
     # Each of four links carries 25 bytes in 0.5 + 0.5 s.
-    assert starts(timeline) == {"0F0": 0, "1F0": 2, "1B0": 3, "0B0": 6, "1R": 5, "0R": 8}
+    assert starts(timeline) == {"0F0": 0, "1F0": 2, "1B0": 3, "0B0": 6, "1A": 5, "0A": 8}
     first = [(e.rank, e.start, e.stop) for e in timeline.events if e.action == "0F0"]
     assert first == [(rank, 0, 1) for rank in range(4)]
     assert timeline.busy(3) == 3 and timeline.ranks == 5
@@ -128,7 +128,7 @@ def test_ranks_of_a_team_begin_together_and_end_each_in_its_own_virtual_time() -
     seen = [("0F0", 0, 1.0), ("0F0", 1, 3.0), ("0B0", 0, 2.0), ("0B0", 1, 2.0)]
     events = tuple(Event(rank, action, 0, 9, cpu) for action, rank, cpu in seen)
     laid = virtual(Timeline(events), lowered(plan), plan)
-    at = {(e.rank, e.action): (e.start, e.stop) for e in laid.events if e.action != "0R"}
+    at = {(e.rank, e.action): (e.start, e.stop) for e in laid.events if e.action != "0A"}
     assert at == {(0, "0F0"): (0, 1), (1, "0F0"): (0, 3), (0, "0B0"): (3, 5), (1, "0B0"): (3, 5)}
 
 
@@ -145,11 +145,11 @@ def test_the_virtual_clock_lays_cpu_time_out_as_if_every_rank_had_a_core() -> No
         stop = now + cpu[action[1]]
         events.append(Event(int(action[0]), action, now, stop, cpu[action[1]]))
         now = stop
-    measured = Timeline(tuple(events), "wall", stashes=(2, 2))
+    measured = Timeline(tuple(events), "wall", max_in_flight=(2, 2))
     laid = virtual(measured, schedule, plan)
     assert measured.seconds == 12
     assert laid.seconds == (2 + 2 - 1) * 3
-    assert (laid.clock, laid.stashes) == ("virtual", (2, 2))
+    assert (laid.clock, laid.max_in_flight) == ("virtual", (2, 2))
 
 
 def test_a_rank_that_waits_is_idle_in_the_virtual_step_however_long_it_waited() -> None:

@@ -90,7 +90,7 @@ PLANS: dict[str, Plan] = {
     "1f1b, 1 tile to 2": Plan(**STAGES, schedule="1f1b", spatial=[(1, 1), (1, 2)]),
     "zero-bubble": Plan(**STAGES, schedule="zero-bubble", spatial=[(2, 1), (1, 2)]),
     "auto": Plan(**STAGES, schedule="auto", spatial=[(2, 2)]),
-    "auto, one stash": Plan(**STAGES, schedule="auto", spatial=[(2, 1)], stashes=1),
+    "auto, one stash": Plan(**STAGES, schedule="auto", spatial=[(2, 1)], max_in_flight=1),
     "auto, both ways": Plan(**STAGES, schedule="auto", bidirectional=True, spatial=[(2, 1)]),
     "sequential, both ways": Plan(
         **TWO, schedule="sequential", bidirectional=True, spatial=[(1, 2)]
@@ -848,7 +848,7 @@ def kept(
     def work(transport: Local) -> Any:
         mine = Trainer(copy.deepcopy(whole), F.mse_loss, sgd, images, plan, transport=transport)
         mine.step(given(images), target)
-        return mine.timeline().peaks[transport.rank].stash, only_cut(mine).laid.get(0)
+        return mine.timeline().peaks[transport.rank].activations, only_cut(mine).laid.get(0)
 
     return on_ranks(plan, work)[:-1]
 
@@ -857,9 +857,9 @@ def assert_small(
     model: nn.Module, images: Tensor, grid: tuple[int, int], given: Any = Tensor.numpy
 ) -> None:
     ((whole, _),) = kept((), model, images, given)
-    for member, (stash, laid) in enumerate(kept([grid], model, images, given)):
+    for member, (activations, laid) in enumerate(kept([grid], model, images, given)):
         assert laid is not None
-        assert stash <= 1.05 / prod(grid) * whole + strips(laid, member), f"rank {member}"
+        assert activations <= 1.05 / prod(grid) * whole + strips(laid, member), f"rank {member}"
 
 
 @pytest.mark.parametrize("given", [Tensor.numpy, Tensor.detach], ids=["array", "tensor"])

@@ -150,7 +150,7 @@ def generated_rank(transport: Transport, numbers: range) -> None:
         shape = tuple(plain.inputs[0].shape)
         cut = some_cut(Random(f"process {number}"), shape, GRIDS[len(shape) - 2])
         mine = plain.rank(transport, **cut)
-        plain.compare([pickle.loads(x) for x in transport.gather(pickle.dumps(mine))])
+        plain.compare([pickle.loads(x) for x in transport.all_gather_object(pickle.dumps(mine))])
 
 
 def test_generated_networks_over_four_processes() -> None:

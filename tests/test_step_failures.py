@@ -34,7 +34,7 @@ FAMILIES = {
     "copies, zero 3": Plan(stages=2, micro_batches=2, data=2, zero=3),
     "tiles": Plan(stages=2, spatial=["1x2"], micro_batches=2),
     "offloaded, eager": Plan(
-        stages=2, ranks=1, schedule="l2l", offload="weights:host", updates="eager"
+        stages=2, ranks=1, schedule="l2l", offload="weights:host", optimizer_step="eager"
     ),
     "recomputed": Plan(stages=2, micro_batches=3, keep="inputs"),
 }
@@ -88,7 +88,7 @@ def on_ranks(plan: Plan, work: Callable[[Trainer], Any], **options: Any) -> list
 
 # --- losses that are no numbers -------------------------------------------------------------------
 
-LATE = [name for name, plan in FAMILIES.items() if plan.updates == "late"]
+LATE = [name for name, plan in FAMILIES.items() if plan.optimizer_step == "end"]
 
 
 @pytest.mark.parametrize("name", LATE)

@@ -80,10 +80,10 @@ def test_reading_what_was_never_written_is_an_error(tmp_path: Path) -> None:
     ("said", "meant"),
     [
         ("", ()),
-        ("stash", ("stash:host",)),
-        ("optimizer,stash:disk", ("stash:disk", "optimizer:host")),
+        ("activations", ("activations:host",)),
+        ("optimizer,activations:disk", ("activations:disk", "optimizer:host")),
         (["weights:disk"], ("weights:disk", "optimizer:disk")),
-        ({"stash": "disk"}, ("stash:disk",)),
+        ({"activations": "disk"}, ("activations:disk",)),
     ],
 )
 def test_a_plan_says_what_goes_where(said: object, meant: tuple[str, ...]) -> None:
@@ -97,8 +97,8 @@ def test_a_plan_says_what_goes_where(said: object, meant: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ("stash:moon", "'moon'; choose one of host, disk"),
-        ("gradients", "'gradients'; choose from stash, weights, optimizer"),
+        ("activations:moon", "'moon'; choose one of host, disk"),
+        ("gradients", "'gradients'; choose from activations, weights, optimizer"),
         ("weights:disk,optimizer:host", "give both one place"),
     ],
 )

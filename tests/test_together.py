@@ -21,7 +21,7 @@ from torch import nn
 
 from gems.errors import PlanError, ScheduleError
 from gems.plans.offload import WHAT, WHERE
-from gems.plans.plan import ENDLESS, PLACEMENTS, Plan
+from gems.plans.plan import ASYNCHRONOUS, PLACEMENTS, Plan
 from gems.plans.plan import SCHEDULES as ALL
 from gems.schedule.build import lowered
 from gems.schedule.core import Kind
@@ -29,7 +29,7 @@ from tests.exact import Outcome, batches, plainly, same_state
 from tests.test_zero import planned
 
 Tensor = torch.Tensor
-SCHEDULES = [name for name in ALL if name != ENDLESS]  # which is not what the plain model does
+SCHEDULES = [name for name in ALL if name != ASYNCHRONOUS]  # which is not what the plain model does
 CASES = int(os.environ.get("GEMS_TOGETHER", "64"))
 RANKS = 8
 SAMPLES = 8
@@ -79,13 +79,13 @@ def a_plan(r: Random, streams: bool) -> Plan:
         spatial=some(r, 0.4, tuple(grids), ()),
         local_dp=some(r, 0.15, 2, 1),
         halo=some(r, 0.2, "d2", "d1"),
-        stashes=some(r, 0.2, 1, 0) if schedule == "auto" else 0,
-        sums=r.choice(("early", "late")),
+        max_in_flight=some(r, 0.2, 1, 0) if schedule == "auto" else 0,
+        grad_sync=r.choice(("overlap", "end")),
         keep=some(r, 0.3, tuple(r.choice(keeps) for _ in range(stages)), r.choice(keeps)),
         stream=some(r, 0.5, (r.choice(((2, 2), (3, 1))),), ()) if streams else (),
         zero=some(r, 0.6, r.randint(1, 3), 0),
         offload=some(r, 0.6, [f"{w}:{r.choice(WHERE)}" for w in what], ()),
-        updates=some(r, 0.2, "eager", "late"),
+        optimizer_step=some(r, 0.2, "eager", "end"),
     )
 
 
@@ -99,10 +99,10 @@ def drawn(number: int) -> tuple[Plan, bool]:
             order = lowered(plan)
         except (PlanError, ScheduleError):
             continue
-        if plan.put_away("stash") and not any(a.kind is Kind.STORE for _, a in order):
+        if plan.offloaded_to("activations") and not any(a.kind is Kind.STORE for _, a in order):
             continue  # nothing waits long enough
         if plan.world <= RANKS and plan.total <= SAMPLES:
-            if plan.zero and all(len(holders) == 1 for holders in plan.holders):
+            if plan.zero and all(len(holders) == 1 for holders in plan.replica_groups):
                 continue
             return plan, norm
 

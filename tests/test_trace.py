@@ -670,7 +670,7 @@ def test_predicted_stash_bytes_are_those_of_a_real_run(name: str, parts: int) ->
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             results = program.run(*arguments)
         known |= dict(zip(program.outputs, results, strict=True))
-        assert traced.graph.stash(blocks) == sum(kept.values()), f"stage {stage}"
+        assert traced.graph.activations(blocks) == sum(kept.values()), f"stage {stage}"
 
 
 # --- starting without the whole model ---------------------------------------------------------
@@ -694,7 +694,7 @@ def initialised(plan: Plan) -> dict[str, Tensor]:
             assert tensor.is_meta == (name not in held), name
         state = trainer.state_dict()
         if plan.ranks > 1:
-            assert 0 < len(held) < len(trainer.owned.holders), "nobody has the whole model"
+            assert 0 < len(held) < len(trainer.owned.replica_groups), "nobody has the whole model"
         trainer.step(torch.ones(8, 3, 8, 8), torch.zeros(8, dtype=torch.long))
         assert all(t.is_meta == (n not in held) for n, t in model.named_parameters()), (
             "nor after a step"

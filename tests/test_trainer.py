@@ -166,7 +166,7 @@ def test_state_dict_tensors_are_nobodys_but_the_callers() -> None:
         same_state(state, network().state_dict(), 0.0)
 
 
-def test_a_state_dict_that_is_not_the_models_is_refused_with_all_its_faults() -> None:
+def test_a_state_dict_that_is_not_the_models_is_refused_with_all_its_problems() -> None:
     state = network().state_dict()
     first, *_, last = state
     del state[last]

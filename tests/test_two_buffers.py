@@ -494,8 +494,8 @@ def test_weights_of_several_stages_are_refused() -> None:
             "at least as many micro-batches as stages, but there are 3",
         ),
         ({"bidirectional": True, "micro_batches": 2}, "one direction"),
-        ({"data": 2, "zero": 1}, "zero=1 has no place for the second version"),
-        ({"sums": "late"}, "2bw has none"),
+        ({"data": 2, "zero": 1}, "zero=1 does not shard the second weight version"),
+        ({"grad_sync": "end"}, "2bw has none"),
         ({"keep": "except-last"}, "wants a last micro-batch"),
     ],
 )
@@ -561,10 +561,10 @@ def test_the_window_of_two_stages_as_text() -> None:
     rows = [windows(row, {}, plan) for row in schedule.ranks]
     shown = [" ".join(map(str, row.next[0].actions)) for row in rows]
     assert shown == [
-        "0B3<1 0F0 0F0>1 0B3 0R 0B0<1 0F1 0F1>1 0U 0B0",
-        "1F0<0 1F0 1F1<0 1U 1B0 1B0>0 1F1 1B1 1B1>0 1R",
+        "0B3<1 0F0 0F0>1 0B3 0A 0B0<1 0F1 0F1>1 0O 0B0",
+        "1F0<0 1F0 1F1<0 1O 1B0 1B0>0 1F1 1B1 1B1>0 1A",
     ]
-    assert [" ".join(map(str, row.rest[0].actions)) for row in rows] == ["0B1<1 0B1 0R 0U", "1U"]
+    assert [" ".join(map(str, row.rest[0].actions)) for row in rows] == ["0B1<1 0B1 0A 0O", "1O"]
 
 
 def changed(schedule: Schedule, rank: int, work: Callable[[list[Action]], None]) -> Schedule:
@@ -575,7 +575,11 @@ def changed(schedule: Schedule, rank: int, work: Callable[[list[Action]], None])
 
 def test_check_finds_updates_in_the_wrong_place() -> None:
     plan = Plan(stages=2, micro_batches=2, schedule="2bw")
-    schedule, update, total = lowered(plan), Action(Kind.UPDATE, 0), Action(Kind.REDUCE, 0)
+    schedule, update, total = (
+        lowered(plan),
+        Action(Kind.OPTIMIZER_STEP, 0),
+        Action(Kind.ALL_REDUCE, 0),
+    )
     assert check(schedule, plan) == []
 
     def late(row: list[Action]) -> None:
@@ -591,7 +595,7 @@ def test_check_finds_updates_in_the_wrong_place() -> None:
         row.insert(0, total)
 
     found = check(changed(schedule, 0, early), plan)
-    assert "rank 0, step 0: 0R comes before 2 backwards of batch 0" in found
+    assert "rank 0, step 0: 0A comes before 2 backwards of batch 0" in found
     found = check(changed(schedule, 0, lambda row: row.remove(update)), plan)
     assert "rank 0 sums 4 times and updates 3 times, not 4 each" in found
 
@@ -603,7 +607,7 @@ def test_there_is_no_bubble_with_equal_stages(p: int, m: int) -> None:
         timeline = simulate(lowered(plan), plan, unit(p))
         assert timeline.seconds == m * seconds and timeline.bubble == 0
         most = range(p, 0, -1) if keep == "all" else [1] * p
-        assert timeline.stashes == tuple(most)
+        assert timeline.max_in_flight == tuple(most)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
@@ -621,7 +625,7 @@ def test_memory_is_the_published(p: int) -> None:
     with most micro-batches under way; |A| is what all stages keep besides their inputs A_in."""
     weights, inner, inputs = 1000, 70, 5
     edges = tuple(Edge(s, s + 1, inputs, inputs) for s in range(p - 1))
-    cost = Cost(stash=inputs + inner, weights=weights, gradients=weights)
+    cost = Cost(activations=inputs + inner, weights=weights, gradients=weights)
     costs = Costs((cost,) * p, edges)
     for keep, activations in (("inputs", inner), ("all", p * inner)):
         plan = Plan(stages=p, micro_batches=p, schedule="2bw", keep=keep)
@@ -629,13 +633,13 @@ def test_memory_is_the_published(p: int) -> None:
             here = p - rank  # micro-batches under way
             got = inputs if rank else 0  # what the first stage reads is the data, which none sends
             waiting = here * inputs if keep == "all" else inputs + (here - 1) * got
-            most = max(memory.stash for memory in row)
+            most = max(memory.activations for memory in row)
             assert most == waiting + activations * (here / p if keep == "all" else 1)
             assert {memory.weights for memory in row} == {2 * weights}
             assert meter.peak.total >= 2 * weights + most
         first = live(lowered(plan), plan, costs, state=0.0)[0][0]
         if keep == "all":
-            assert max(m.stash for m in first) == p * inner + p * inputs
+            assert max(m.activations for m in first) == p * inner + p * inputs
 
 
 BYTES = {
@@ -694,7 +698,7 @@ def chain(weight: int = 1) -> tuple[Graph, Costs]:
     layers = [nn.Linear(250, 250) for _ in range(8)]
     graph = trace(nn.Sequential(*layers), torch.empty(1, 250)).graph
     size = weight * 250 * 251 * 4
-    cost = Cost(1e-3, 1e-3, 1e-3, stash=1000, weights=size, gradients=size)
+    cost = Cost(1e-3, 1e-3, 1e-3, activations=1000, weights=size, gradients=size)
     return graph, Costs((cost,) * len(graph.blocks))
 
 

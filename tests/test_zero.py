@@ -162,7 +162,9 @@ TEAMS = {
     "two directions": Plan(stages=3, schedule="gems", replications=2, zero=2),
     "two directions, copies": Plan(stages=2, schedule="gems-zb", replications=1, data=2, zero=2),
     "streamed": Plan(stages=2, ranks=1, stream="2x2", schedule="gpipe", data=2, zero=3),
-    "late sums": Plan(stages=4, placement="fold", schedule="gpipe", data=2, sums="late", zero=3),
+    "sync at the end": Plan(
+        stages=4, placement="fold", schedule="gpipe", data=2, grad_sync="end", zero=3
+    ),
 }  # fmt: skip
 
 
@@ -276,7 +278,7 @@ def test_bytes_follow_the_published_formulas(zero: int, copies: int) -> None:
             trainer.step(x, y)
         assert trainer._local is not None
         steps = 4 * len(trainer.optimizer.state) if trainer.optimizer else 0
-        return trainer._local.memory[0][-1][1], trainer.adapter.standing(), steps
+        return trainer._local.memory[0][-1][1], trainer.adapter.resident_memory(), steps
 
     found = run(copies, work)
     cells = 12 * 10 + 10 + 10 * 5 + 5
@@ -311,7 +313,7 @@ def test_gathers_are_asked_for_early_and_parse_back() -> None:
     """While a stage runs, the weights of the next one travel."""
     found = lowered(Plan(stages=4, ranks=1, schedule="sequential", data=2, zero=3))
     assert str(found).splitlines()[0] == (
-        "0: 0G 1G 0F0 0D 2G 1F0 1D 3G 2F0 2D 3F0 2G 3B0 3D 3R 1G 2B0 2D 2R 0G 1B0 1D 1R 0B0 0D 0R"
+        "0: 0U 1U 0F0 0D 2U 1F0 1D 3U 2F0 2D 3F0 2U 3B0 3D 3A 1U 2B0 2D 2A 0U 1B0 1D 1A 0B0 0D 0A"
     )
     assert parse(str(found)) == found
 
@@ -327,22 +329,22 @@ def test_check_finds_gathers_that_are_missing_crossed_or_for_nothing() -> None:
     plan = Plan(stages=4, ranks=1, schedule="sequential", data=2, zero=3)
     good = lowered(plan)
     assert not check(good, plan)
-    faults = check(changed(good, 0, "0G ", ""), plan)
-    assert "rank 0, step 1: 0F0 has no weights; it wants 0G before it" in faults
-    (fault, *_) = check(changed(good, 1, "0G 1G", "1G 0G"), plan)
+    faults = check(changed(good, 0, "0U ", ""), plan)
+    assert "rank 0, step 1: 0F0 has no weights; it wants 0U before it" in faults
+    (fault, *_) = check(changed(good, 1, "0U 1U", "1U 0U"), plan)
     assert "ranks 0 and 1 reduce and gather stages [0, 1, 2, 3] in different orders" in fault
-    (fault, *_) = check(changed(good, 0, "0D 0R", "0R"), plan)
+    (fault, *_) = check(changed(good, 0, "0D 0A", "0A"), plan)
     assert fault == "rank 0 never drops the weights of stages [0]"
     (fault, *_) = check(good, replace(plan, zero=2))
-    assert "0G has nothing to do" in fault
+    assert "0U has nothing to do" in fault
     with pytest.raises(ScheduleError, match="are here already"):
-        require(changed(good, 0, "0G 1G", "0G 0G"), plan)
+        require(changed(good, 0, "0U 1U", "0U 0U"), plan)
 
 
 def test_what_needs_weights_waits_until_all_ranks_have_come_to_gather_them() -> None:
     plan = Plan(stages=1, data=2, zero=3, schedule="sequential")
-    stuck = Run(parse("0: 0G 0F0\n1: 0F1@1\n"), plan)
-    assert [str(action) for _, action in stuck] == ["0G", "0F1@1"]
+    stuck = Run(parse("0: 0U 0F0\n1: 0F1@1\n"), plan)
+    assert [str(action) for _, action in stuck] == ["0U", "0F1@1"]
     assert [(rank, str(action)) for rank, _, action, _ in stuck.stuck()] == [(0, "0F0")]
 
 
@@ -367,9 +369,9 @@ def test_gathers_are_drawn_as_predicted_and_as_measured(tmp_path: Path) -> None:
     network = "--model resnet-v1 --num-layers 8 --image-size 16"
     picture = tmp_path / "step.svg"
     assert main(["draw", *options.split(), *network.split(), "--svg", str(picture)]) == 0
-    assert "gather of weights" in picture.read_text()
+    assert "unshard weights" in picture.read_text()
     measured = planned(small(), data(1), replace(UNITS, zero=3)).timeline
-    assert "gather of weights" in svg(measured) and "0G" in {e.action for e in measured.events}
+    assert "unshard weights" in svg(measured) and "0U" in {e.action for e in measured.events}
 
 
 # --- what cannot be -------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def main() -> None:
             micro_batches=2,
             schedule="l2l",
             offload="weights:disk",
-            updates="eager" if given.way == "l2l-p" else "late",
+            optimizer_step="eager" if given.way == "l2l-p" else "end",
         )
         losses = planned(plan, given.layers, given.width, given.steps, given.folder)
     start = perf_counter()

@@ -17,7 +17,7 @@ from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
 
 from .networks import NETWORKS
-from .plain import sgd, standing
+from .plain import resident, sgd
 
 Tensor = torch.Tensor
 
@@ -42,13 +42,13 @@ def trained(name: str, images: int, side: int, plan: Plan) -> int:
     trainer = Trainer(model, network.loss, sgd, sample, plan, costs="estimate")
     with LiveBytes() as live:
         trainer.step(Images(images, side), target)
-    if not plan.put_away("weights"):
-        return live.peak + standing(model, target)
+    if not plan.offloaded_to("weights"):
+        return live.peak + resident(model, target)
     # Memory of weights that come and go is none that an operation makes: it is the engine's count,
     # at its most. So is what an update brings back from disk, when all else is gone.
     seen = trainer.timeline()
     weights = max(m.weights for row in seen.memory for _, m in row)
-    return max(live.peak + weights + standing(nn.Module(), target), trainer.peak)
+    return max(live.peak + weights + resident(nn.Module(), target), trainer.peak)
 
 
 # --- the published schemes -----------------------------------------------------------------------

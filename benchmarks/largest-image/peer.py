@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.pipeline.livebytes import LiveBytes
 
 from .networks import NETWORKS, cells
-from .plain import sgd, standing
+from .plain import resident, sgd
 
 Tensor = torch.Tensor
 Shapes = list[tuple[torch.Size, ...]]
@@ -59,7 +59,7 @@ def trained(name: str, images: int, side: int) -> int:
         given = [torch.ones(images, 3, side, side)] if rank == 0 else []
         order.step(*given, **({"target": target} if last else {}), return_outputs=False)
         optimizer.step()
-    return live.peak + standing(part, *([target] if last else []))
+    return live.peak + resident(part, *([target] if last else []))
 
 
 def _meta(shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:

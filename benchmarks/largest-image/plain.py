@@ -17,7 +17,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.01)
 
 
-def standing(model: nn.Module, *others: Tensor) -> int:
+def resident(model: nn.Module, *others: Tensor) -> int:
     """What is there before the step: weights, buffers and the target. Shapes alone are not."""
     tensors = (*model.parameters(), *model.buffers(), *others)
     return sum(x.numel() * x.element_size() for x in tensors if not x.is_meta)
@@ -39,4 +39,4 @@ def trained(name: str, images: int, side: int, again: bool) -> int:
             (network.loss(*state, wanted) / images).backward()
             del state
         optimizer.step()
-    return live.peak + standing(model, target)
+    return live.peak + resident(model, target)

@@ -54,7 +54,11 @@ def trained(name: str, images: int, side: int, tile: int) -> int:
             streamed.backward(image, features.grad)
             del image, features
         optimizer.step()
-    return live.peak + plain.standing(streamed.stream_module, target) + plain.standing(head)
+    return (
+        live.peak
+        + plain.resident_memory(streamed.stream_module, target)
+        + plain.resident_memory(head)
+    )
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -40,8 +40,10 @@ def step(graph: Graph, copies: int, replications: int = 1) -> Step:
     schedule = lowered(plan, costs)
     timeline = simulate(schedule, plan, costs, V100)
     took = perf_counter() - start
-    computed = max(e.stop for e in timeline.events if not e.action.endswith("R"))
-    sums = [V100.allreduce_seconds(costs[s].gradients, plan.holders[s]) for s in range(STAGES)]
+    computed = max(e.stop for e in timeline.events if not e.action.endswith("A"))
+    sums = [
+        V100.allreduce_seconds(costs[s].gradients, plan.replica_groups[s]) for s in range(STAGES)
+    ]
     longest = max(sum(sums[s] for s in mine) for mine in plan.stages_on)
     return Step(timeline.seconds, computed + longest, sum(map(len, schedule.ranks)), took)
 

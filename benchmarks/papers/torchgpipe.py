@@ -86,7 +86,7 @@ def gpipe_seconds(plan: Plan, costs: Costs, again: float, late: bool = False) ->
     """A step in GPipe's order that does `again` of each forward once more: see the note above."""
     n, m = plan.depth, plan.micro_batches
     ahead, after = (0.0, again) if late else (again, 0.0)
-    beside = tuple(Cost(f=ahead * cost.f, i=0.0, w=0.0, stash=0.0) for cost in costs.items)
+    beside = tuple(Cost(f=ahead * cost.f, i=0.0, w=0.0, activations=0.0) for cost in costs.items)
     stages = tuple(replace(cost, i=cost.i + after * cost.f) for cost in costs.items)
     doubled = Plan(
         stages=2 * n,

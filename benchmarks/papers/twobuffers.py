@@ -27,11 +27,11 @@ def counted(p: int, keep: str) -> float:
     """Most bytes of weights and stash on any rank, in live bytes of every action."""
     plan = Plan(stages=p, micro_batches=p, schedule="2bw", keep=keep)
     rows = live(lowered(plan), plan, _costs(p), state=0.0)
-    return max(memory.weights + memory.stash for row, _ in rows for memory in row)
+    return max(memory.weights + memory.activations for row, _ in rows for memory in row)
 
 
 def _costs(p: int) -> Costs:
-    stage = Cost(stash=ACTIVATIONS / p + INPUTS, weights=WEIGHTS / p, gradients=WEIGHTS / p)
+    stage = Cost(activations=ACTIVATIONS / p + INPUTS, weights=WEIGHTS / p, gradients=WEIGHTS / p)
     return Costs((stage,) * p, tuple(Edge(s, s + 1, INPUTS, INPUTS) for s in range(p - 1)))
 
 

@@ -29,7 +29,7 @@ def peak(zero: int = 0, stages: int = STAGES) -> float:
     """The most that a rank has in a step, if the model is cut into so many stages of equal size."""
     plan = Plan(stages=stages, ranks=1, schedule="sequential", zero=zero)
     size = 2 * PARAMETERS / stages
-    costs = Costs((Cost(stash=0.0, weights=size, gradients=size),) * stages)
+    costs = Costs((Cost(activations=0.0, weights=size, gradients=size),) * stages)
     order = lower(build(plan), plan, RANKS)
     timeline = simulate(order, plan, costs, state=STATE, copies=RANKS)
     return float(max(peak.total for peak in timeline.peaks))

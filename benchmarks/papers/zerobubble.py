@@ -47,11 +47,15 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def rate(setting: Setting, schedule: str, chunks: int = 1, stashes: int = 0) -> float:
+def rate(setting: Setting, schedule: str, chunks: int = 1, max_in_flight: int = 0) -> float:
     """The simulated bubble rate."""
     s = setting
     plan = Plan(
-        stages=s.p * chunks, ranks=s.p, micro_batches=s.m, schedule=schedule, stashes=stashes
+        stages=s.p * chunks,
+        ranks=s.p,
+        micro_batches=s.m,
+        schedule=schedule,
+        max_in_flight=max_in_flight,
     )
     cost = Cost(f=s.f / chunks, i=s.b / chunks, w=s.w / chunks)
     costs = Costs((cost,) * plan.depth, latency=s.comm)
@@ -76,8 +80,8 @@ def report() -> str:
     head = ("model", "p", "m", "1F1B", "simulated", "ZB-H1", "simulated", "1F1B-I", "simulated")
     searched = [
         [
-            *(s.model, s.p, s.m, f"{s.h1:.4f}", f"{rate(s, 'auto', stashes=s.p):.4f}"),
-            *(f"{s.searched_2p:.4f}", f"{rate(s, 'auto', stashes=2 * s.p):.4f}"),
+            *(s.model, s.p, s.m, f"{s.h1:.4f}", f"{rate(s, 'auto', max_in_flight=s.p):.4f}"),
+            *(f"{s.searched_2p:.4f}", f"{rate(s, 'auto', max_in_flight=2 * s.p):.4f}"),
         ]
         for s in SETTINGS
         if s.p == 8 and s.m < 64

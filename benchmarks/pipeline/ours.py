@@ -35,7 +35,7 @@ class Ours:
         if options["schedule"] == "interleaved":
             options["ranks"] = ranks
         if options.get("bidirectional"):
-            options["stashes"] = ranks  # as many as a straight pipeline's first rank keeps
+            options["max_in_flight"] = ranks  # as many as a straight pipeline's first rank keeps
         if len(cut) == 1:  # every rank a copy
             options["data"] = ranks
             micro_batches //= ranks
@@ -131,7 +131,7 @@ def timed(
             for event, a in events
             if a.computes
         ]
-        sums = sum(event.seconds for event, a in events if event.action.endswith("R"))
+        sums = sum(event.seconds for event, a in events if event.action.endswith("A"))
         seen.append((wall, cpu, row, sums / wall))
     return seen
 

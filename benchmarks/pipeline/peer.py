@@ -74,9 +74,9 @@ def measure(
     for an arrangement takes a step more, in which torch settles shapes and buffers.
     """
     cut = cut or balanced(name, ranks, micro_batches)
-    refused = refusal(name, ranks, micro_batches, cut)
-    if refused:
-        return {"refused": refused}
+    rejected = refusal(name, ranks, micro_batches, cut)
+    if rejected:
+        return {"refused": rejected}
     answers = ranks.run(timed, name, micro_batches, cut, repeats)
     steps = list(zip(*answers, strict=True))  # per repeat, what each rank saw
     laid = [[spread(row, cpu) for _, cpu, row in step] for step in steps]
@@ -108,7 +108,7 @@ def error(
 def refusal(name: str, ranks: Ranks, micro_batches: int, cut: Balance | None = None) -> str | None:
     """What torch says if it will not build this schedule."""
     cut = cut or balanced(name, ranks, micro_batches)
-    return next(filter(None, ranks.run(refused, name, micro_batches, cut)), None)
+    return next(filter(None, ranks.run(rejected, name, micro_batches, cut)), None)
 
 
 @cache
@@ -213,7 +213,7 @@ def _warm(name: str, micro_batches: int, cut: Balance) -> None:
     _pipeline(name, micro_batches, cut).step(*batch())
 
 
-def refused(name: str, micro_batches: int, cut: Balance) -> str | None:
+def rejected(name: str, micro_batches: int, cut: Balance) -> str | None:
     try:
         _pipeline(name, micro_batches, cut)
     except Refused as words:

@@ -38,8 +38,8 @@ def contestants(ranks: Ranks, m: int, seconds: tuple[float, ...]) -> list[dict[s
     for name, schedule in peer.PEERS.items():
         cut = balance.cut(seconds, schedule.owners(size), m)
         row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
-        if refused := peer.refusal(name, ranks, m, cut):
-            row["refused"] = refused
+        if rejected := peer.refusal(name, ranks, m, cut):
+            row["refused"] = rejected
         else:
             row["error"] = peer.error(name, ranks, m, cut)
             row["peak"] = peer.peak(name, ranks, m, cut)
@@ -92,7 +92,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         name, size, m = row["schedule"], row["ranks"], row["micro_batches"]
         if "refused" in row:
-            lines.append(f"| {name} | {size} | {m} | refused: {row['refused']} | | | | | | | |")
+            lines.append(f"| {name} | {size} | {m} | refused: {row['rejected']} | | | | | | | |")
             continue
         cells = [name, str(size), str(m)]
         for series in ("wall", "virtual"):

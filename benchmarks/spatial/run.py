@@ -45,7 +45,7 @@ def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
             # It and ours take turns in the same processes.
             peer = {"name": PEER, "run": lambda: two.run(shardtensor.shardtensor, work)}
             rows.append(peer | shardtensor.verdict(work))
-        refused = [row for row in rows if "refused" in row]
+        rejected = [row for row in rows if "refused" in row]
         rows = [row for row in rows if "refused" not in row]
         for _ in range(WARM):
             for row in rows:
@@ -69,7 +69,7 @@ def rows_of(work: str, repeats: int) -> list[dict[str, Any]]:
                 answers = row["run"]()
                 row["wall"].append(max(wall for wall, _ in answers))
                 row["cpu"].append(max(cpu for _, cpu in answers))
-    rows += refused
+    rows += rejected
     for row in rows:
         del row["run"]
     return rows
@@ -85,7 +85,7 @@ def table(work: str, rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         if "refused" in row:
-            lines.append(f"| {row['name']} | refused: {row['refused']} |{' |' * 7}")
+            lines.append(f"| {row['name']} | refused: {row['rejected']} |{' |' * 7}")
             continue
         cells = [row["name"]]
         for series in ("wall", "cpu"):

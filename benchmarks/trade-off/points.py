@@ -61,13 +61,13 @@ CHARTS = {
                 "stream 8x8, 6 stages": Plan(**ALONE, stages=7, stream=((8, 8),) * 6),
             },
             "puts away, on disk": {
-                "stash of 16 stages": Plan(**APART, stages=16, offload="stash:disk"),
-                "stash of 64 stages": Plan(**APART, stages=64, offload="stash:disk"),
+                "stash of 16 stages": Plan(**APART, stages=16, offload="activations:disk"),
+                "stash of 64 stages": Plan(**APART, stages=64, offload="activations:disk"),
                 "inputs of 64 stages": Plan(
-                    **APART, stages=64, keep="inputs", offload="stash:disk"
+                    **APART, stages=64, keep="inputs", offload="activations:disk"
                 ),
                 "stash and weights of 64": Plan(
-                    **APART, stages=64, offload="stash:disk,weights:disk"
+                    **APART, stages=64, offload="activations:disk,weights:disk"
                 ),
                 "l2l, 16 stages": Plan(
                     ranks=1, schedule="l2l", stages=16, balance="memory", offload="weights:disk"
@@ -104,7 +104,7 @@ CHARTS = {
                 "gems-zb": Plan(stages=4, schedule="gems-zb", micro_batches=M),
                 "gems, zero 2": Plan(stages=4, schedule="gems", micro_batches=M, zero=2),
                 "auto, both ways": Plan(
-                    stages=4, schedule="auto", bidirectional=True, stashes=4, micro_batches=M
+                    stages=4, schedule="auto", bidirectional=True, max_in_flight=4, micro_batches=M
                 ),
             },
             "copies": {
@@ -120,7 +120,7 @@ CHARTS = {
             },
             "puts away, on disk": {
                 "gpipe, stash": Plan(
-                    stages=4, schedule="gpipe", micro_batches=M, offload="stash:disk"
+                    stages=4, schedule="gpipe", micro_batches=M, offload="activations:disk"
                 ),
                 "gems, idle weights": Plan(
                     stages=4, schedule="gems", micro_batches=M, offload="weights:disk"

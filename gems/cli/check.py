@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     plan = plan_from(given)
-    found = list(_model_faults(given, plan)) if given.model else []
+    found = list(_model_problems(given, plan)) if given.model else []
     schedule = parse(read_text(given.file)) if given.file else lowered(plan)
     found += check(schedule, plan)
     for fault in found:
@@ -46,7 +46,7 @@ def run(given: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _model_faults(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
+def _model_problems(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
     """What of a plan does not fit the model: names, edges, and cuts that are not exact."""
     from gems.hardware import machine
     from gems.planner.assign import stages, unkept, written

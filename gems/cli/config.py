@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gems.errors import GemsError, faults, short
+from gems.errors import GemsError, problems, short
 from gems.files import read_text
 
 LARGEST = 1 << 20  # bytes of a file of options
@@ -136,7 +136,7 @@ def written(values: dict[str, Any], parser: argparse.ArgumentParser, path: str) 
         except ValueError as error:
             wrong.append(f"{name}: {short(error, 200)}")
     if wrong:
-        raise GemsError(faults(f"{path} has options that {parser.prog} does not take:", wrong))
+        raise GemsError(problems(f"{path} has options that {parser.prog} does not take:", wrong))
     return found
 
 

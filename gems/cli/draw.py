@@ -23,14 +23,14 @@ from gems.draw.html import html
 from gems.draw.levels import levels
 from gems.draw.svg import svg
 from gems.draw.text import text
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, problems
 from gems.files import from_json, read_text, write
 from gems.hardware import machine
 from gems.model.costs import unit
 from gems.planner.assign import stages
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
-from gems.predict.timeline import Timeline, timeline_faults
+from gems.predict.timeline import Timeline, timeline_problems
 from gems.schedule.build import lowered
 from gems.schedule.core import Schedule, parse
 from gems.schedule.validate import require
@@ -101,13 +101,13 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    if found := list(_faults(given)):
-        raise GemsError(faults("these options do not go together:", found))
+    if found := list(_problems(given)):
+        raise GemsError(problems("these options do not go together:", found))
     _show_cut(given) if given.cut else _show_step(given)
     return 0
 
 
-def _faults(given: argparse.Namespace) -> Iterator[str]:
+def _problems(given: argparse.Namespace) -> Iterator[str]:
     read = given.file is not None
     measured = read and given.file.suffix == ".json"
     if measured and given.actions:
@@ -184,8 +184,8 @@ def _timeline(path: Path) -> Timeline:
         raise GemsError(
             f"{path}: {error}; give the timeline.json of a run, or one of gems simulate --out"
         ) from error
-    if found := list(timeline_faults(timeline)):
-        raise GemsError(faults(f"{path} is not the timeline of a step:", found))
+    if found := list(timeline_problems(timeline)):
+        raise GemsError(problems(f"{path} is not the timeline of a step:", found))
     return timeline
 
 

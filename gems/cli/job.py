@@ -17,7 +17,7 @@ from gems.cli.journal import Journal, require_board
 from gems.cli.judge import HEADLINES, predicted
 from gems.cli.options import fitted, micro_batch, model_from
 from gems.cli.progress import Pace, bar
-from gems.cli.refuse import in_words
+from gems.cli.reject import in_words
 from gems.cli.results import finish
 from gems.data.augment import Augment
 from gems.draw.units import size

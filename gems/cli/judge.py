@@ -10,7 +10,7 @@ import torch
 
 from gems.cli.data import loader
 from gems.cli.progress import Pace, bar
-from gems.cli.refuse import in_words
+from gems.cli.reject import in_words
 from gems.torch.metrics import Scores
 
 if TYPE_CHECKING:

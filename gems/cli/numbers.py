@@ -44,7 +44,7 @@ def number(text: str) -> float:
 
 # How large an option can be that somebody means; others are bounded by MOST.
 SIZES: dict[str, int] = {
-    **dict.fromkeys(("batch_size", "samples", "num_classes", "stashes"), 10**9),
+    **dict.fromkeys(("batch_size", "samples", "num_classes", "max_in_flight"), 10**9),
     **dict.fromkeys(("image_size", "num_filters", "stride"), 10**7),
     **dict.fromkeys(("stages", "parts", "times", "data", "ranks", "local_dp", "auto"), 2**20),
     **dict.fromkeys(("micro_batches", "spatial_size", "fused_layers"), 2**20),

@@ -14,7 +14,7 @@ from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
 from gems.hardware import MACHINES, Machine
 from gems.plans.offload import offload_of
-from gems.plans.plan import PLACEMENTS, SCHEDULES, UPDATES, ZERO, Plan
+from gems.plans.plan import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO, Plan
 from gems.plans.recompute import spelled
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="a second replica in reverse (schedule auto)",
     )
     put(
-        "--stashes",
+        "--max-in-flight",
         type=int,
         default=0,
         metavar="N",
@@ -177,17 +177,17 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="O",
         help="what is put away while it is not needed: stash, weights (and the optimizer's state), "
-        "optimizer; to the host (default) or on disk: stash:disk,optimizer",
+        "optimizer; to the host (default) or on disk: activations:disk,optimizer",
     )
     put(
-        "--updates",
-        choices=UPDATES,
-        default="late",
+        "--optimizer-step",
+        choices=OPTIMIZER_STEP,
+        default="end",
         help="when weights are updated: after all work of a step, or each stage as soon as its "
         "gradients are complete (eager; with --schedule l2l that is L2L-p)",
     )
     put(
-        "--share-inputs",
+        "--partition-activations",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="tiles keep what all of them have as a whole to compute from it again in parts",
@@ -227,18 +227,18 @@ def plan_from(given: argparse.Namespace) -> Plan:
         placement=given.placement,
         bidirectional=True if given.bidirectional else None,
         balance=_balance(given.balance),
-        stashes=given.stashes,
+        max_in_flight=given.max_in_flight,
         spatial=_spatial(given),
         local_dp=given.local_dp,
         halo=given.halo,
         fused_layers=given.fused_layers,
-        sums="early" if given.enable_master_comm_opt else "late",
+        grad_sync="overlap" if given.enable_master_comm_opt else "end",
         keep=spelled(given.keep),
         stream=tuple(filter(None, given.stream.split(","))),
         zero=given.zero,
         offload=offload_of(given.offload),
-        updates=given.updates,
-        share_inputs=given.share_inputs,
+        optimizer_step=given.optimizer_step,
+        partition_activations=given.partition_activations,
     )
 
 

@@ -79,9 +79,16 @@ def _stages(plan: Plan, graph: Graph, blocks: Costs, on: Machine) -> str:
     for stage, cost in enumerate(staged.items):
         assert not isinstance(plan.stages, int)
         names = plan.stages[stage]
-        ranks = ",".join(map(str, plan.holders[stage]))
+        ranks = ",".join(map(str, plan.replica_groups[stage]))
         run_of = " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
         rows.append(
-            (stage, ranks, run_of, seconds(cost.seconds), size(cost.stash), size(cost.weights))
+            (
+                stage,
+                ranks,
+                run_of,
+                seconds(cost.seconds),
+                size(cost.activations),
+                size(cost.weights),
+            )
         )
     return table(rows, ("stage", "ranks", "blocks", "estimated", "keeps", "weights"))

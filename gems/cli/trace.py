@@ -29,7 +29,7 @@ def run(given: argparse.Namespace) -> int:
             block.name,
             " ".join("x".join(map(str, graph.value[n].shape)) for n in block.writes),
             f"{block.flops / 1e6:.1f}",
-            size(graph.stash([i])),
+            size(graph.activations([i])),
             size(graph.held([i])),
         )
         for i, block in enumerate(graph.blocks)
@@ -38,7 +38,8 @@ def run(given: argparse.Namespace) -> int:
     everything = range(len(graph.blocks))
     print(
         f"{len(graph.blocks)} blocks in {len(graph.layers)} layers; one micro-batch keeps "
-        f"{size(graph.stash(everything))} for backward, weights take {size(graph.held(everything))}"
+        f"{size(graph.activations(everything))} for backward, weights take "
+        f"{size(graph.held(everything))}"
     )
     if given.out:
         print(f"wrote {write(given.out, to_json(graph))}")

@@ -25,7 +25,7 @@ from gems.cli.heat import add_heat
 from gems.cli.lock import locked, require_free
 from gems.cli.options import add_machine, add_model, add_plan, micro_batch, plan_from
 from gems.cli.ranks import end_with_launcher, start
-from gems.cli.refuse import refuse
+from gems.cli.reject import reject
 from gems.errors import GemsError
 from gems.plans.plan import Plan
 
@@ -212,7 +212,7 @@ def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     end_with_launcher()
     from gems.torch.launch import place
 
-    refuse(given)
+    reject(given)
     plan: Plan | str = "auto" if given.auto else plan_from(given)
     world = given.auto if isinstance(plan, str) else plan.world
     micro_batch(given)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gems.errors import GemsError, faults, short
+from gems.errors import GemsError, problems, short
 
 LONGEST = 500  # characters of a name
 FARTHEST = 2**40  # pixels
@@ -67,7 +67,7 @@ def read_table(path: str | Path) -> Table:
             f"{path} cannot be read as a table of labels: {error}; save it as CSV in UTF-8"
         ) from error
     if found:
-        raise GemsError(faults(f"{path} has faults", found[:20]))
+        raise GemsError(problems(f"{path} has faults", found[:20]))
     return table
 
 

@@ -20,7 +20,7 @@ from gems.data.regions import divide
 from gems.data.resample import resample, taps
 from gems.data.source import Box, Image, Indices, Target, Task, share, spans
 from gems.data.tiles import Tiles, grid, read_coords, view
-from gems.errors import GemsError, faults, note
+from gems.errors import GemsError, note, problems
 
 log = logging.getLogger(__name__)
 FOLDERS = "folders"
@@ -88,7 +88,7 @@ class Slides:
         self._report(bad)
         if not found:
             heading = f"{path} has no tiles of {tile} pixels with {tissue:.0%} tissue or more"
-            raise GemsError(faults(heading, _told(self.unreadable)))
+            raise GemsError(problems(heading, _told(self.unreadable)))
         tags = [tag for _, part in found for tag in part]
         values = table.values if table is not None else set(tags)
         self.names = numbered(values, None if names is None else tuple(names))
@@ -197,7 +197,7 @@ class Slides:
     def _report(self, bad: str) -> None:
         """Stop, or say what is skipped."""
         if self.unreadable and bad == "stop":
-            raise GemsError(faults("slides cannot be read", _told(self.unreadable)))
+            raise GemsError(problems("slides cannot be read", _told(self.unreadable)))
         for path, why in self.unreadable.items():
             log.warning("skipping %s: %s", path, why)
 
@@ -259,4 +259,4 @@ def _check(
     if bad not in ("skip", "stop"):
         found.append(f"bad is {bad!r}; take 'skip' or 'stop'")
     if found:
-        raise ValueError(faults("these slides cannot be asked for", found))
+        raise ValueError(problems("these slides cannot be asked for", found))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gems.data.extras import extra
 from gems.data.labels import numbered, read_table
 from gems.data.source import Box, Image, Target, Task, spans
-from gems.errors import GemsError, faults, short
+from gems.errors import GemsError, problems, short
 
 HDF5 = {".h5", ".hdf5", ".hdf"}
 CODECS = ("zarr.json", ".zarray", ".zmetadata", ".zgroup")  # where Zarr says how arrays are coded
@@ -139,7 +139,7 @@ class Volumes:
                 if (got := tuple(_array(file, self._masks).shape)) != wanted:
                     found.append(f"{self._masks} of {file} is {got}, not {wanted}")
         if found:
-            raise GemsError(faults(f"the volumes of {self.path} do not fit", found[:20]))
+            raise GemsError(problems(f"the volumes of {self.path} do not fit", found[:20]))
         shape = sample if len(sample) == self.dims + 1 else (1, *sample)
         return shape, first[0] if self._many else len(self._files)
 
@@ -151,7 +151,7 @@ class Volumes:
             table = read_table(labels)
             said = [table.of(f) for f in self._files]
             if lost := [str(f) for f, s in zip(self._files, said, strict=True) if s is None]:
-                raise GemsError(faults(f"{labels} has no label for", lost[:20]))
+                raise GemsError(problems(f"{labels} has no label for", lost[:20]))
             return [str(s) for s in said]
         most = self._count if self._many else 1
         values = [np.ravel(_values(f, str(labels), most)) for f in self._files]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gems.draw.shapes import ACTIONS
 from gems.draw.units import counts_units, seconds
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, problems
 from gems.predict.timeline import Event, Timeline
 from gems.schedule.core import Action
 
@@ -89,7 +89,7 @@ def _require_same(first: Timeline, second: Timeline) -> None:
         if (some := sorted(extra)[:3])
     ]
     if found:
-        raise GemsError(faults("these two steps are not of one plan:", found))
+        raise GemsError(problems("these two steps are not of one plan:", found))
 
 
 def _from_zero(timeline: Timeline, scale: float) -> Timeline:

@@ -42,7 +42,7 @@ def report(timeline: Timeline) -> str:
     kinds = [kind for kind in KINDS if any(getattr(peak, kind) for peak in timeline.peaks)]
     headers = ["rank", "busy"]
     headers += ["peak", *kinds] if timeline.peaks else []
-    headers += ["stashes"] if timeline.stashes else []
+    headers += ["in flight"] if timeline.max_in_flight else []
     length = timeline.seconds or 1.0
     busy = [0.0] * timeline.ranks
     for event in timeline.events:
@@ -53,7 +53,7 @@ def report(timeline: Timeline) -> str:
         if timeline.peaks:
             peak = timeline.peaks[rank]
             row += [size(peak.total), *(size(getattr(peak, kind)) for kind in kinds)]
-        if timeline.stashes:
-            row.append(str(timeline.stashes[rank]))
+        if timeline.max_in_flight:
+            row.append(str(timeline.max_in_flight[rank]))
         rows.append(row)
     return heading(timeline) + "\n" + table(rows, headers)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from gems.predict.timeline import Memory
 from gems.schedule.core import Message
-from gems.transport.protocol import Handle
+from gems.transport.protocol import Work
 
 Tensors = dict[str, Any]
 
@@ -67,40 +67,40 @@ class Adapter(Protocol):
         """The sums are there."""
         ...
 
-    def gather(self, stage: int) -> tuple[list[Any], list[Handle]]:
+    def unshard(self, stage: int) -> tuple[list[Any], list[Work]]:
         """Make room for a stage's weights: what to gather, if each holder has a part, and what is
         under way from where it was put away."""
         ...
 
-    def drop(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Let go of all weights of a stage but the own part."""
         ...
 
-    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+    def store(self, stage: int, micro_batch: int) -> list[Work]:
         """Begin to put away what a micro-batch keeps on a stage."""
         ...
 
-    def let_go(self, stage: int, micro_batch: int) -> None:
+    def release_stored(self, stage: int, micro_batch: int) -> None:
         """That is stored: its memory may go."""
         ...
 
-    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+    def load(self, stage: int, micro_batch: int) -> list[Work]:
         """Make room for it, and begin to fetch it."""
         ...
 
-    def arrive(self, stage: int, micro_batch: int) -> None:
+    def finish_load(self, stage: int, micro_batch: int) -> None:
         """It is here again."""
         ...
 
-    def stash(self, stage: int, micro_batch: int) -> int:
+    def activation_bytes(self, stage: int, micro_batch: int) -> int:
         """Bytes that are kept for backward now, after forward or after recomputation."""
         ...
 
-    def surge(self, stage: int, micro_batch: int) -> int:
+    def temporary_bytes(self, stage: int, micro_batch: int) -> int:
         """Bytes that were live beside the stash while backward recomputed blocks."""
         ...
 
-    def standing(self) -> Memory:
+    def resident_memory(self) -> Memory:
         """Bytes of weights, gradients and optimizer state, as they are now."""
         ...
 

@@ -11,16 +11,16 @@ from gems.engine.adapter import Adapter, Tensors
 from gems.errors import note
 from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Meter, Timeline
-from gems.schedule.core import WHOLE, Action, Kind, Message, Schedule
+from gems.schedule.core import OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.lower.offload import Storing
 from gems.schedule.lower.passes import Receipts, receipts
-from gems.transport.protocol import Done, Handle, Transport
+from gems.transport.protocol import Done, Transport, Work
 
 log = logging.getLogger(__name__)
 
 # Steps the weights of a stage, at once or beside the work. Gives the bytes that it brought back
 # from where they are put away, for as long as it took, and a handle to wait for.
-Update = Callable[[int], tuple[int, Handle]]
+Update = Callable[[int], tuple[int, Work]]
 
 
 class Engine:
@@ -47,15 +47,15 @@ class Engine:
 
     def clear(self) -> None:
         """Nothing is under way."""
-        self.meter = Meter(self.adapter.standing())
-        self.inbox: dict[Message, dict[int, tuple[list[Any], list[Handle]]]] = {}
+        self.meter = Meter(self.adapter.resident_memory())
+        self.inbox: dict[Message, dict[int, tuple[list[Any], list[Work]]]] = {}
         self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
-        self.sending: dict[tuple[Message, int], tuple[int, list[Handle]]] = {}
-        self.sums: list[tuple[int, list[Handle]]] = []
-        self.gathering: dict[int, list[Handle]] = {}
-        self.updating: tuple[Action, Handle] | None = None
-        self.storing: tuple[Storing, list[Handle]] | None = None
-        self.loading: dict[tuple[int, int], list[Handle]] = {}
+        self.sending: dict[tuple[Message, int], tuple[int, list[Work]]] = {}
+        self.sums: list[tuple[int, list[Work]]] = []
+        self.gathering: dict[int, list[Work]] = {}
+        self.updating: tuple[Action, Work] | None = None
+        self.storing: tuple[Storing, list[Work]] | None = None
+        self.loading: dict[tuple[int, int], list[Work]] = {}
 
     def run(
         self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
@@ -78,7 +78,7 @@ class Engine:
 
     def _run_all(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if action.kind not in WHOLE and self.adapter.skips(action.micro_batch):
+            if action.kind not in OF_STAGE and self.adapter.skips(action.micro_batch):
                 continue
             log.debug("rank %s %s", self.transport.rank, action)
             self.at = str(action)
@@ -107,8 +107,8 @@ class Engine:
         if key in self.loading:
             for handle in self.loading.pop(key):
                 handle.wait()
-            self.adapter.arrive(*key)
-            self.meter.arrive(self.adapter.stash(*key))
+            self.adapter.finish_load(*key)
+            self.meter.arrive(self.adapter.activation_bytes(*key))
         COMPUTE[action.kind](self, action)
 
     def _forward(self, action: Action) -> None:
@@ -120,7 +120,7 @@ class Engine:
         def work() -> None:
             outputs = self.adapter.forward(s, i, received)
             keep = self.meter.hold if self.plan.recomputes(s, i) else self.meter.keep
-            keep(self.adapter.stash(s, i))
+            keep(self.adapter.activation_bytes(s, i))
             for sink in self.plan.sinks[s]:
                 self._offer(Message("output", s, sink, i), outputs)
 
@@ -130,9 +130,9 @@ class Engine:
         s, i = action.stage, action.micro_batch
 
         def work() -> None:
-            held = self.adapter.stash(s, i)
+            held = self.adapter.activation_bytes(s, i)
             self.adapter.recompute(s, i)
-            self.meter.turn(held, self.adapter.stash(s, i))
+            self.meter.turn(held, self.adapter.activation_bytes(s, i))
 
         self._stamped(action, work)
 
@@ -144,7 +144,7 @@ class Engine:
         def work() -> None:
             found = self.adapter.backward(s, i, gradients, whole=whole)
             gradients.clear()
-            self.meter.surge(self.adapter.surge(s, i))
+            self.meter.spike(self.adapter.temporary_bytes(s, i))
             if whole:
                 self._release(s, i)
             for source in self.plan.sources[s]:
@@ -160,8 +160,8 @@ class Engine:
         self._stamped(action, work)
 
     def _release(self, stage: int, micro_batch: int) -> None:
-        self.meter.release(self.adapter.stash(stage, micro_batch))
-        self.meter.settle(self.adapter.standing())
+        self.meter.release(self.adapter.activation_bytes(stage, micro_batch))
+        self.meter.settle(self.adapter.resident_memory())
 
     # --- messages ---------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Engine:
             buffers = self.adapter.pack(message, part, target)
             if not buffers:
                 continue
-            handles = [self.transport.send(buffer, target) for buffer in buffers]
+            handles = [self.transport.isend(buffer, target) for buffer in buffers]
             size = self.adapter.size(buffers)
             self.meter.add("communication", size)
             self.sending[message, target] = (size, handles)
@@ -219,13 +219,13 @@ class Engine:
             buffers = self.adapter.buffers(message, source)
             if not buffers:
                 continue
-            handles = [self.transport.receive(buffer, source) for buffer in buffers]
+            handles = [self.transport.irecv(buffer, source) for buffer in buffers]
             self.meter.add("boundary", self.adapter.size(buffers))
             expected[source] = (buffers, handles)
 
     def _team(self, action: Action) -> tuple[int, ...]:
         """The ranks of the stage at the other end."""
-        return self.plan.team_for(action.peer, action.micro_batch)
+        return self.plan.spatial_group_for(action.peer, action.micro_batch)
 
     def _others(self, action: Action) -> list[int]:
         return [rank for rank in self._team(action) if rank != self.transport.rank]
@@ -233,8 +233,10 @@ class Engine:
     # --- sums -------------------------------------------------------------------------------
 
     def _reduce(self, action: Action) -> None:
-        ranks = self.plan.holders[action.stage]
-        if len(ranks) == 1 and "weights" in self.plan.away:  # complete, and not needed here
+        ranks = self.plan.replica_groups[action.stage]
+        if (
+            len(ranks) == 1 and "weights" in self.plan.offloaded_state
+        ):  # complete, and not needed here
             self._stamped(action, partial(self._settle, action.stage))
         if len(ranks) == 1:
             return
@@ -244,8 +246,8 @@ class Engine:
 
         def work() -> None:
             s, to = action.stage, self.transport
-            handles = [to.add_up(buffer, ranks) for buffer in self.adapter.bucket(s)]
-            handles += [to.scatter_sum(buffer, ranks) for buffer in self.adapter.scattered(s)]
+            handles = [to.all_reduce(buffer, ranks) for buffer in self.adapter.bucket(s)]
+            handles += [to.reduce_scatter(buffer, ranks) for buffer in self.adapter.scattered(s)]
             self.sums.append((action.stage, handles))
 
         self._stamped(action, work)
@@ -255,19 +257,19 @@ class Engine:
         for stage, handles in self.sums:
             for handle in handles:
                 handle.wait()
-            self._stamped(Action(Kind.REDUCE, stage), partial(self._settle, stage))
+            self._stamped(Action(Kind.ALL_REDUCE, stage), partial(self._settle, stage))
         self.sums.clear()
 
     def _settle(self, stage: int) -> None:
         self.adapter.unbucket(stage)
-        self.meter.settle(self.adapter.standing())
+        self.meter.settle(self.adapter.resident_memory())
 
     def _gather(self, action: Action) -> None:
-        ranks = self.plan.holders[action.stage]
+        ranks = self.plan.replica_groups[action.stage]
 
         def work() -> None:
-            buffers, handles = self.adapter.gather(action.stage)
-            self.meter.settle(self.adapter.standing())
+            buffers, handles = self.adapter.unshard(action.stage)
+            self.meter.settle(self.adapter.resident_memory())
             handles += [self.transport.all_gather(buffer, ranks) for buffer in buffers]
             self.gathering[action.stage] = handles
 
@@ -278,8 +280,8 @@ class Engine:
             handle.wait()
 
         def work() -> None:
-            self.adapter.drop(action.stage)
-            self.meter.settle(self.adapter.standing())
+            self.adapter.reshard(action.stage)
+            self.meter.settle(self.adapter.resident_memory())
 
         self._stamped(action, work)
 
@@ -292,7 +294,7 @@ class Engine:
             brought, handle = update(action.stage)
             self.meter.add("optimizer", brought)
             self.meter.drop("optimizer", brought)
-            self.meter.settle(self.adapter.standing())
+            self.meter.settle(self.adapter.resident_memory())
             self.updating = (action, handle)
 
         self._settle_update()
@@ -307,7 +309,7 @@ class Engine:
 
         def work() -> None:
             handle.wait()
-            self.meter.settle(self.adapter.standing())
+            self.meter.settle(self.adapter.resident_memory())
 
         if not isinstance(handle, Done):
             self._stamped(action, work)
@@ -319,7 +321,7 @@ class Engine:
         s, i = action.stage, action.micro_batch
 
         def work() -> None:
-            self.meter.put_away(self.adapter.stash(s, i))
+            self.meter.put_away(self.adapter.activation_bytes(s, i))
             self.storing = (Storing(s, i), self.adapter.store(s, i))
 
         self._stamped(action, work)
@@ -330,7 +332,7 @@ class Engine:
 
         def work() -> None:
             counts = not self.plan.recomputes(s, i)
-            self.meter.fetch(self.adapter.stash(s, i), counts=counts)
+            self.meter.fetch(self.adapter.activation_bytes(s, i), counts=counts)
             self.loading[s, i] = self.adapter.load(s, i)
 
         self._stamped(action, work)
@@ -343,8 +345,10 @@ class Engine:
         for handle in handles:
             handle.wait()
         s, i = storing.stage, storing.micro_batch
-        self.adapter.let_go(s, i)
-        self.meter.let_go(self.adapter.stash(s, i), counts=not self.plan.recomputes(s, i))
+        self.adapter.release_stored(s, i)
+        self.meter.let_go(
+            self.adapter.activation_bytes(s, i), counts=not self.plan.recomputes(s, i)
+        )
         self.storing = None
 
     def _finish(self) -> None:
@@ -353,7 +357,7 @@ class Engine:
         self._let_go(list(self.sending))
         self._settle_sums()
         self._settle_update()
-        self.meter.settle(self.adapter.standing())
+        self.meter.settle(self.adapter.resident_memory())
 
     # --- what was measured --------------------------------------------------------------------
 
@@ -368,7 +372,7 @@ class Engine:
             tuple(events),
             memory=(tuple(memory),),
             peaks=(self.meter.peak,),
-            stashes=(self.meter.most_stashes,),
+            max_in_flight=(self.meter.max_in_flight,),
         )
 
 
@@ -382,10 +386,10 @@ COMPUTE: dict[Kind, Do] = {
 }
 RUN: dict[Kind, Do] = {
     **dict.fromkeys(COMPUTE, Engine._compute),
-    Kind.REDUCE: Engine._reduce,
-    Kind.GATHER: Engine._gather,
-    Kind.DROP: Engine._drop,
-    Kind.UPDATE: Engine._update,
+    Kind.ALL_REDUCE: Engine._reduce,
+    Kind.UNSHARD: Engine._gather,
+    Kind.RESHARD: Engine._drop,
+    Kind.OPTIMIZER_STEP: Engine._update,
     Kind.STORE: Engine._store,
     Kind.LOAD: Engine._load,
 }

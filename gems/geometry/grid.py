@@ -125,7 +125,7 @@ def _unreadable(written: object) -> PlanError:
 # --- what cannot be carried out -----------------------------------------------------------------
 
 
-def tile_faults(tiles: Sequence[tuple[int, ...]], stages: int, slices: int) -> Iterable[str]:
+def tile_problems(tiles: Sequence[tuple[int, ...]], stages: int, slices: int) -> Iterable[str]:
     """Of the tiles of the first of so many stages, and of the slices of the others."""
     if len(tiles) > stages:
         yield (
@@ -150,7 +150,7 @@ def tile_faults(tiles: Sequence[tuple[int, ...]], stages: int, slices: int) -> I
         )
 
 
-def halo_faults(halo: str, fused_layers: int, *, spatial: bool) -> Iterable[str]:
+def halo_problems(halo: str, fused_layers: int, *, spatial: bool) -> Iterable[str]:
     """Of how tiles get their edges; without spatial stages there are none to get."""
     if halo not in HALOS:
         yield f"halo {halo!r} is unknown; choose one of {', '.join(HALOS)}"
@@ -162,7 +162,7 @@ def halo_faults(halo: str, fused_layers: int, *, spatial: bool) -> Iterable[str]
         yield f"fused_layers={fused_layers} is for halo='d2', not 'd1'; leave one of them out"
 
 
-def team_faults(teams: Sequence[tuple[int, ...]], grids: Sequence[Grid]) -> Iterable[str]:
+def team_problems(teams: Sequence[tuple[int, ...]], grids: Sequence[Grid]) -> Iterable[str]:
     """Of the ranks written out for each stage."""
     for stage, (team, grid) in enumerate(zip(teams, grids, strict=False)):
         if len(team) != grid.size:

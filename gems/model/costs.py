@@ -25,14 +25,14 @@ class Cost:
     f: float = 1.0
     i: float = 1.0
     w: float = 1.0
-    stash: float = 1.0
+    activations: float = 1.0
     weights: float = 0.0
     gradients: float = 0.0
     workspace: float = 0.0
     launch: float = 0.0
     exchange: float = 0.0
     halves: float = 1.0
-    surge: float = 0.0
+    temporary: float = 0.0
 
     @property
     def b(self) -> float:
@@ -66,7 +66,7 @@ class Cost:
             f=f + seconds,
             i=i + seconds if i else 0.0,
             w=w,
-            stash=self.stash * share,
+            activations=self.activations * share,
             workspace=self.workspace * share,
             exchange=self.exchange + exchange,
         )
@@ -74,14 +74,20 @@ class Cost:
 
 def together(costs: Iterable[Cost]) -> Cost:
     """The cost of several things one after the other; the largest of them needs the workspace."""
-    f = i = w = apart = stash = weights = gradients = workspace = launch = exchange = 0.0
+    f = i = w = apart = activations = weights = gradients = workspace = launch = exchange = 0.0
     for c in costs:
-        f, i, w, stash, weights = f + c.f, i + c.i, w + c.w, stash + c.stash, weights + c.weights
+        f, i, w, activations, weights = (
+            f + c.f,
+            i + c.i,
+            w + c.w,
+            activations + c.activations,
+            weights + c.weights,
+        )
         apart += c.b * c.halves
         gradients, launch = gradients + c.gradients, launch + c.launch
         workspace, exchange = max(workspace, c.workspace), exchange + c.exchange
     halves = apart / (i + w) if i + w else 1.0
-    return Cost(f, i, w, stash, weights, gradients, workspace, launch, exchange, halves)
+    return Cost(f, i, w, activations, weights, gradients, workspace, launch, exchange, halves)
 
 
 @dataclass(frozen=True)
@@ -192,9 +198,9 @@ class Costs:
         return len(self.items)
 
     @property
-    def counts_stashes(self) -> bool:
+    def counts_micro_batches(self) -> bool:
         """Whether these are costs in units, where a stash is one and not bytes."""
-        return all(cost.stash == 1 and not cost.weights for cost in self.items)
+        return all(cost.activations == 1 and not cost.weights for cost in self.items)
 
 
 def mean(several: Sequence[Costs]) -> Costs:
@@ -219,7 +225,7 @@ def of_stages(blocks: Costs, graph: Graph, stage_of: Sequence[int]) -> Costs:
         stages.append(
             replace(
                 whole,
-                stash=graph.stash(mine),
+                activations=graph.activations(mine),
                 weights=graph.held(mine),
                 gradients=graph.trained(mine),
             )

@@ -28,12 +28,12 @@ def _cost(graph: Graph, index: int, block: Block, device: Device) -> Cost:
     back = any(graph.value[name].grad for name in block.writes)
     through = back and any(graph.value[name].grad for name in block.reads)
     learns = back and bool(block.parameters and block.flops)
-    stash, weights = graph.stash([index]), graph.held([index])
+    activations, weights = graph.activations([index]), graph.held([index])
     return Cost(
         f=seconds(block.flops, block.moved),
-        i=seconds(block.flops, block.moved + stash) if through else 0.0,
+        i=seconds(block.flops, block.moved + activations) if through else 0.0,
         w=seconds(block.flops, block.moved) if learns else 0.0,
-        stash=stash,
+        activations=activations,
         weights=weights,
         gradients=graph.trained([index]),
         workspace=_workspace(graph, block),

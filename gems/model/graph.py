@@ -147,7 +147,7 @@ class Graph:
             found.append(sum(fresh.values()))
         return found
 
-    def stash(self, blocks: Iterable[int]) -> int:
+    def activations(self, blocks: Iterable[int]) -> int:
         """Bytes that one micro-batch keeps for backward over these blocks, each storage once."""
         return sum(dict(pair for i in blocks for pair in self.blocks[i].saves).values())
 

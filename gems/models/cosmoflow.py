@@ -32,7 +32,7 @@ def cosmo_flow(
     256 and 512 all have 9,437,636 parameters. The numbers lie within
     `bound`, by tanh; 0 leaves them as they are. `norm` is "none" or "batch".
     """
-    _refuse(image_size, 32, width, norm, bound)
+    _reject(image_size, 32, width, norm, bound)
     blocks: list[nn.Module] = []
     channels, side = in_channels, image_size
     for index in range(7):
@@ -63,7 +63,7 @@ def cosmo_flow_mlperf(
     Channels double from `width` to 16 times that, then 128, 64 and `num_classes` numbers. The
     reference code's kernels are 2³, which makes 5,597,604 parameters at 128³; 3³ make 8,907,556.
     """
-    _refuse(image_size, 8, width, norm, bound)
+    _reject(image_size, 8, width, norm, bound)
     blocks: list[nn.Module] = []
     channels, side = in_channels, image_size
     while side >= 8:
@@ -75,7 +75,7 @@ def cosmo_flow_mlperf(
     return CosmoFlow(blocks, features, num_classes, dropout, bound)
 
 
-def _refuse(image_size: int, least: int, width: int, norm: str, bound: float) -> None:
+def _reject(image_size: int, least: int, width: int, norm: str, bound: float) -> None:
     problems = [
         *([f"image_size is {image_size}, not {least} or more"] if image_size < least else []),
         *([f"width is {width}, not 1 or more"] if width < 1 else []),

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gems.errors import PlanError, faults
+from gems.errors import PlanError, problems
 from gems.model.costs import Costs
 from gems.model.graph import Graph, around, covering, crossings, members
 from gems.planner.in_flight import kept
@@ -34,7 +34,7 @@ def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
     balance = plan.balance if isinstance(plan.balance, str) else "time"
     edges = tuple(crossings(graph, stage_of))
     if found := list(unkept(plan, graph)):
-        raise PlanError(faults("this plan cannot keep what it says:", found))
+        raise PlanError(problems("this plan cannot keep what it says:", found))
     return replace(plan, stages=names, balance=balance, edges=edges)
 
 
@@ -95,7 +95,7 @@ def stages_by_name(
     if not found:
         found = _backwards(graph, stage_of)
     if found:
-        raise PlanError(faults("these stages do not fit the model:", found))
+        raise PlanError(problems("these stages do not fit the model:", found))
     return stage_of
 
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from gems.geometry.grid import square
 from gems.model.graph import Graph
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.plans.recompute import Keep
 from gems.schedule.build import BY_SAMPLE
 
@@ -31,7 +31,7 @@ def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") ->
 
     All of one schedule, or of all that train as one device does: 2BW must be asked for.
     """
-    make = _endless if schedule == ENDLESS else _one_copy
+    make = _endless if schedule == ASYNCHRONOUS else _one_copy
     for copies in _divisors(ranks):
         if micro_batches % copies == 0:
             for choice in make(graph, ranks // copies, micro_batches // copies):
@@ -61,20 +61,20 @@ def putting_away(
     step, whatever there is to do. Without `state_only`, no weights without the stash. Plans that
     take long to simulate are left out: this is for a few ranks, or a few images."""
     plan, family = choice.plan, f"{choice.family}, put away"
-    if plan.zero or plan.schedule == ENDLESS:
+    if plan.zero or plan.schedule == ASYNCHRONOUS:
         return
     for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
         if sum(cut.sizes) * cut.micro_batches > LONG:
             continue
         less = replace(cut, keep=_inputs(cut))
-        yield Choice(family, replace(cut, offload=f"stash:{place}"))
+        yield Choice(family, replace(cut, offload=f"activations:{place}"))
         if plan.schedule not in BY_SAMPLE or cut.depth > 1:
             yield Choice(family, less)
-            yield Choice(family, replace(less, offload=f"stash:{place}"))
+            yield Choice(family, replace(less, offload=f"activations:{place}"))
         if any(len(on) > 1 for on in cut.stages_on):
             if state_only:
                 yield Choice(family, replace(cut, offload=f"weights:{place}"))
-            both = (f"stash:{place}", f"weights:{place}")
+            both = (f"activations:{place}", f"weights:{place}")
             yield Choice(family, replace(cut, offload=both))
             yield Choice(family, replace(less, offload=both))
         if cut.ranks == 1 and state_only:
@@ -135,7 +135,7 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
     """The same with its state shared out over the ranks that hold a stage (ZeRO), as little as will
     do first. A copy on one rank is cut into stages, to have one of them whole at a time."""
     plan, family = choice.plan, f"{choice.family}, shared state"
-    if plan.schedule == ENDLESS or all(len(holders) == 1 for holders in plan.holders):
+    if plan.schedule == ASYNCHRONOUS or all(len(holders) == 1 for holders in plan.replica_groups):
         return
     for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
         yield Choice(family, replace(plan, zero=zero))
@@ -147,7 +147,9 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
 def _inputs(plan: Plan) -> Keep:
     """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
     return (
-        (*("inputs",) * (plan.depth - 1), "all") if plan.schedule in ("1f1b", ENDLESS) else "inputs"
+        (*("inputs",) * (plan.depth - 1), "all")
+        if plan.schedule in ("1f1b", ASYNCHRONOUS)
+        else "inputs"
     )
 
 
@@ -157,7 +159,7 @@ def _divisors(n: int) -> list[int]:
 
 def _endless(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
     if m >= ranks:
-        yield Choice("two versions", Plan(stages=ranks, micro_batches=m, schedule=ENDLESS))
+        yield Choice("two versions", Plan(stages=ranks, micro_batches=m, schedule=ASYNCHRONOUS))
 
 
 def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:

@@ -24,7 +24,12 @@ def coarse(graph: Graph, costs: Costs, lumps: int) -> tuple[Graph, Costs]:
     blocks = tuple(_lump([graph.blocks[i] for i in run], needed) for run in runs)
     items = (together(costs[i] for i in run) for run in runs)
     kept = (
-        replace(cost, stash=graph.stash(run), weights=graph.held(run), gradients=graph.trained(run))
+        replace(
+            cost,
+            activations=graph.activations(run),
+            weights=graph.held(run),
+            gradients=graph.trained(run),
+        )
         for run, cost in zip(runs, items, strict=True)
     )
     small = _merged(replace(graph, blocks=blocks))
@@ -86,13 +91,13 @@ def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
 def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:
     """Runs that take a share of the time or of the stash, ended at the next place to cut well."""
     crossing = [*graph.crossing, 0]
-    stash = [sum(n for _, n in b.saves) for b in graph.blocks]
+    activations = [sum(n for _, n in b.saves) for b in graph.blocks]
     seconds = [c.seconds for c in costs.items]
-    most = [2 * sum(row) / lumps or 1.0 for row in (seconds, stash)]
+    most = [2 * sum(row) / lumps or 1.0 for row in (seconds, activations)]
     runs, start = [], 0
     filled = [0.0, 0.0]
     for i in range(len(graph.blocks)):
-        filled = [filled[0] + seconds[i], filled[1] + stash[i]]
+        filled = [filled[0] + seconds[i], filled[1] + activations[i]]
         near = crossing[max(i - 2, 0) : i + 4]  # the ends of blocks around this one
         last = i + 1 == len(graph.blocks)
         turns = not last and any(

@@ -11,6 +11,7 @@ from gems.errors import PlanError
 from gems.geometry.grid import Grid
 from gems.planner.search import Candidate, Found, largest_kind
 from gems.plans.plan import BIDIRECTIONAL, Plan
+from gems.predict.timeline import KINDS
 
 
 def describe(plan: Plan) -> str:
@@ -103,7 +104,7 @@ def explain(found: Found, samples: int = 1) -> str:
         lines.append(put_away(found))
     lines += [
         f"not possible: {family}: {_first_line(why)}"
-        for family, why in found.refused
+        for family, why in found.rejected
         if family not in rows
     ]
     return "\n".join(lines) + "\n"
@@ -154,7 +155,7 @@ def shared(found: Found) -> str:
     """What the best plan gains by sharing its state out."""
     best = found.best
     what = ("the optimizer's state", "and gradients", "and weights")[: best.plan.zero]
-    among = max(map(len, best.plan.holders))
+    among = max(map(len, best.plan.replica_groups))
     text = f"zero={best.plan.zero}: sharing {' '.join(what)} out over {among} ranks, "
     text += f"{size(best.bytes)} are enough"
     tried = [(c.bytes, c.plan, "") for c in (*found.fitting, *found.rest)]
@@ -166,7 +167,15 @@ def shared(found: Found) -> str:
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
-    fields = ("schedule", "depth", "micro_batches", "data", "teams", "grids", "bidirectional")
+    fields = (
+        "schedule",
+        "depth",
+        "micro_batches",
+        "data",
+        "spatial_groups",
+        "grids",
+        "bidirectional",
+    )
     return all(getattr(plan, name) == getattr(other, name) for name in fields)
 
 
@@ -199,7 +208,7 @@ def chosen(found: Found, largest: str = "") -> Candidate:
         key=lambda entry: entry[0],
     )
     if not leanest:
-        why = "; ".join(f"{family}: {_first_line(text)}" for family, text in found.refused)
+        why = "; ".join(f"{family}: {_first_line(text)}" for family, text in found.rejected)
         raise PlanError(f"no plan for {wish.ranks} ranks is possible: {why}")
     needed, plan, parts = leanest[0]
     raise PlanError(
@@ -210,10 +219,7 @@ def chosen(found: Found, largest: str = "") -> Candidate:
 
 
 def _parts(candidate: Candidate) -> str:
-    kinds = [
-        (kind, getattr(candidate.fullest, kind))
-        for kind in ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
-    ]
+    kinds = [(kind, getattr(candidate.fullest, kind)) for kind in KINDS]
     kinds.append(("workspace", candidate.workspace))
     shown = sorted(((n, kind) for kind, n in kinds if n), reverse=True)[:3]
     return ", ".join(f"{kind} {size(n)}" for n, kind in shown)

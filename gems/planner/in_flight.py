@@ -19,14 +19,14 @@ def kept(plan: Plan) -> list[float]:
     two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one. What
     is put away leaves two: one that is used, and one that comes or goes.
     """
-    if plan.put_away("stash"):
+    if plan.offloaded_to("activations"):
         return [2.0] * plan.depth
     if plan.schedule in BIDIRECTIONAL:
         return [1.0] * plan.depth
     if plan.schedule == "auto":
         counts = [1] * plan.depth
     else:
-        counts = [stashes for stashes, _ in _counts(_order_of(plan))]
+        counts = [in_flight for in_flight, _ in _counts(_order_of(plan))]
     return [
         float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
         for stage, count in enumerate(counts)
@@ -59,7 +59,7 @@ def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
             again and a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row
         ]
         pairs = list(zip(row, later, strict=True))
-        stashes = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
+        in_flight = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
         inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)
-        found.append((max(stashes), max(inputs)))
+        found.append((max(in_flight), max(inputs)))
     return tuple(found)

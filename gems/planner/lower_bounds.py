@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from gems.model.costs import Costs
 from gems.planner.in_flight import held, kept
 from gems.planner.request import Wish
-from gems.plans.plan import BIDIRECTIONAL, ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, BIDIRECTIONAL, Plan
 from gems.predict.state_bytes import needed, share
 
 
@@ -21,21 +21,24 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
     """
     keeps, inputs = kept(plan), held(plan)
     most = largest = 0.0
-    stored, in_turn = bool(plan.put_away("stash")), plan.schedule in BIDIRECTIONAL
+    stored, in_turn = bool(plan.offloaded_to("activations")), plan.schedule in BIDIRECTIONAL
     for on in plan.stages_on[: plan.ranks]:
-        shares = {s: share(staged[s], plan.zero, plan.sharers(s), away=plan.away) for s in on}
+        shares = {
+            s: share(staged[s], plan.zero, plan.shard_count(s), away=plan.offloaded_state)
+            for s in on
+        }
         always = sum(x.weights + wish.state * x.optimizer for x in shares.values())
-        if plan.schedule == ENDLESS:
+        if plan.schedule == ASYNCHRONOUS:
             always += sum(staged[s].gradients for s in on)
         lasting = {s for s in on if _lasts(plan, s)}
         always += sum(shares[s].gradients for s in lasting)
         workspace = max(staged[s].workspace for s in on)
         later = 0.0  # gradients of stages behind
         for s in sorted(on, reverse=True):
-            waiting = (1.0 if stored or in_turn else keeps[s] / len(on)) * staged[s].stash
-            waiting += staged[s].surge
+            waiting = (1.0 if stored or in_turn else keeps[s] / len(on)) * staged[s].activations
+            waiting += staged[s].temporary
             waiting += max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
-            here = staged.received(s) if plan.recomputes(s, 0) else staged[s].stash
+            here = staged.received(s) if plan.recomputes(s, 0) else staged[s].activations
             beside = max(waiting, here + staged.given(s))
             mine = shares[s]
             if s not in lasting:
@@ -49,11 +52,11 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
 
 def _lasts(plan: Plan, stage: int) -> bool:
     """Whether a stage's gradients have their place from the start."""
-    several = len(plan.holders[stage]) > 1
-    return several and not plan.frees_gradients and plan.schedule != ENDLESS
+    several = len(plan.replica_groups[stage]) > 1
+    return several and not plan.frees_gradients and plan.schedule != ASYNCHRONOUS
 
 
-def standing(plan: Plan, staged: Costs, wish: Wish) -> float:
+def resident(plan: Plan, staged: Costs, wish: Wish) -> float:
     """Bytes of weights, gradients and optimizer on the rank that has most, and its workspace."""
     return max(
         _state(plan, on, staged, wish) + max(staged[s].workspace for s in on)
@@ -64,6 +67,8 @@ def standing(plan: Plan, staged: Costs, wish: Wish) -> float:
 def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
     """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
     on = tuple(on)
-    shares = [share(staged[s], plan.zero, plan.sharers(s), away=plan.away) for s in on]
-    twice = sum(staged[s].gradients for s in on) if plan.schedule == ENDLESS else 0.0
+    shares = [
+        share(staged[s], plan.zero, plan.shard_count(s), away=plan.offloaded_state) for s in on
+    ]
+    twice = sum(staged[s].gradients for s in on) if plan.schedule == ASYNCHRONOUS else 0.0
     return needed(shares, wish.state) + twice

@@ -55,7 +55,7 @@ class Cuts:
             shape = (*shape, plan.zero, plan.data)
         if shape not in self._given:
             stage_of = self._cut(plan, cap)
-            _refuse_whole(plan, self.graph, stage_of)
+            _reject_whole(plan, self.graph, stage_of)
             given = fitted(
                 written(plan, self.graph, stage_of),
                 self.graph, self.costs, stage_of, self.wish.memory, self.wish.state,
@@ -76,8 +76,10 @@ class Cuts:
     def _price(self, plan: Plan, stage_of: tuple[int, ...]) -> Costs:
         if stage_of not in self._uncut:
             self._uncut[stage_of] = of_stages(self.costs, self.graph, stage_of)
-        shape = (stage_of, plan.grids, plan.keeps, plan.streams, plan.share_inputs)
-        shape += (plan.teams[0] if plan.cut else None,)  # whose links their messages go over
+        shape = (stage_of, plan.grids, plan.keeps, plan.streams, plan.partition_activations)
+        shape += (
+            plan.spatial_groups[0] if plan.cut else None,
+        )  # whose links their messages go over
         if shape not in self._prices:
             self._prices[shape] = price(
                 self.costs, self.graph, stage_of, plan, self.machine, self._uncut[stage_of]
@@ -85,7 +87,7 @@ class Cuts:
         return self._prices[shape]
 
 
-def _refuse_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
+def _reject_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
     for block, stage in zip(graph.blocks, stage_of, strict=True):
         grid = plan.grids[stage]
         if block.whole and grid.tiles and grid.size > 1:

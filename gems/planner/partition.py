@@ -229,14 +229,14 @@ def _even(
     cap: float | None = None,
 ) -> list[int]:
     """The same for a run of blocks, counting its stages from 0."""
-    stash = graph.first_saved[blocks.start : blocks.stop]
+    activations = graph.first_saved[blocks.start : blocks.stop]
     items = costs.items[blocks.start : blocks.stop]
     # Weights, their gradients and two moments of an optimizer are held beside the stash, and
     # by every rank of a team.
     state = [STATE * cost.weights for cost in items]
     pairs = list(zip(keeps or (1.0,) * parts, speeds or (1,) * parts, strict=True))
     distinct = {
-        (k, n): [k * s / n + held for s, held in zip(stash, state, strict=True)]
+        (k, n): [k * s / n + held for s, held in zip(activations, state, strict=True)]
         for k, n in set(pairs)
     }
     rows = [distinct[pair] for pair in pairs]

@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 from gems.model.costs import Cost, Costs
 from gems.model.graph import Graph, around, members
 from gems.planner.in_flight import kept
-from gems.plans.plan import BIDIRECTIONAL, ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, BIDIRECTIONAL, Plan
 from gems.plans.recompute import Kept
 from gems.predict.recompute_cost import Footprint, again, footprint, kept_of, runs
 from gems.predict.state_bytes import needed, share
@@ -41,12 +41,12 @@ def fitted(
     if "auto" not in plan.keeps:
         return plan
     blocks, known = members(stage_of), {} if known is None else known
-    standing = []
+    resident = []
     for stage, mine in enumerate(blocks):
         cost = Cost(weights=graph.held(mine), gradients=graph.trained(mine))
-        shares = [share(cost, plan.zero, plan.sharers(stage), away=plan.away)]
-        twice = cost.gradients if plan.schedule == ENDLESS else 0.0  # in two versions
-        standing.append(needed(shares, state) + twice + _boundary(graph, mine))
+        shares = [share(cost, plan.zero, plan.shard_count(stage), away=plan.offloaded_state)]
+        twice = cost.gradients if plan.schedule == ASYNCHRONOUS else 0.0  # in two versions
+        resident.append(needed(shares, state) + twice + _boundary(graph, mine))
     workspace = [max((costs[i].workspace for i in mine), default=0.0) for mine in blocks]
     counts, keeps = kept(plan), list(plan.keeps)
     for stage, keep in enumerate(plan.keeps):
@@ -56,7 +56,7 @@ def fitted(
             keeps[stage] = "inputs"
             continue
         on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
-        room = memory - sum(standing[s] for s in on) - max(workspace[s] for s in on)
+        room = memory - sum(resident[s] for s in on) - max(workspace[s] for s in on)
         divided = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none
         choice = _Stage(graph, costs, blocks[stage], counts[stage] / divided, known)
         keeps[stage] = choice.best(room / divided * team)
@@ -121,7 +121,7 @@ class _Stage:
         if key not in self.known:
             self.known[key] = footprint(self.graph, self.blocks, self._with_inner(kept))
         found = self.known[key]
-        return self.count * found.stash + found.surge
+        return self.count * found.activations + found.temporary
 
     def seconds(self, kept: Blocks) -> float:
         return again(self.costs, self.blocks, self._with_inner(kept))
@@ -162,20 +162,20 @@ class _Stage:
 
     def _price(self, block: int) -> float:
         """Seconds per byte; what saves nothing is no reason to end a run."""
-        saved = self._stash[block]
+        saved = self._activations[block]
         return self.costs[block].f / saved if saved else 0.0
 
     @cached_property
-    def _stash(self) -> dict[int, int]:
-        return {i: self.graph.stash([i]) for i in self.blocks}
+    def _activations(self) -> dict[int, int]:
+        return {i: self.graph.activations([i]) for i in self.blocks}
 
     def _breaks(self, pieces: int) -> set[int]:
         """Blocks that end runs of about even stash: near each place the one that saves least."""
-        stash = [self._stash[i] for i in self.blocks]
-        sums, found = list(accumulate(stash)), set()
+        activations = [self._activations[i] for i in self.blocks]
+        sums, found = list(accumulate(activations)), set()
         reach = max(len(self.blocks) // (4 * pieces), 1)
         for piece in range(1, pieces):
             at = bisect_left(sums, sums[-1] * piece / pieces)
             near = range(max(at - reach, 0), min(at + reach + 1, len(self.blocks)))
-            found.add(self.blocks[min(near, key=lambda k: (stash[k], abs(k - at)))])
+            found.add(self.blocks[min(near, key=lambda k: (activations[k], abs(k - at)))])
         return found

@@ -19,11 +19,11 @@ from gems.planner.candidates import (
     streaming,
 )
 from gems.planner.coarsen import coarse, finer
-from gems.planner.lower_bounds import least_bytes, standing
+from gems.planner.lower_bounds import least_bytes, resident
 from gems.planner.memo import Cuts
 from gems.planner.request import Wish
 from gems.planner.two_buffers import step_seconds
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import KINDS, LINKS, Memory
 from gems.schedule.build import build
@@ -74,7 +74,7 @@ class Pruned:
     plan: Plan
     seconds: float
     bytes: float
-    stash: float
+    activations: float
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Found:
     fitting: tuple[Candidate, ...]
     rest: tuple[Candidate, ...]  # which would need more memory, leanest first
     pruned: tuple[Pruned, ...]
-    refused: tuple[tuple[str, str], ...]  # families that cannot be, and why
+    rejected: tuple[tuple[str, str], ...]  # families that cannot be, and why
 
     @property
     def best(self) -> Candidate:
@@ -117,7 +117,7 @@ def search(
     graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks) if wish.ranks > 1 else MANY)
     fitting: list[Candidate] = []
     rest: list[Candidate] = []
-    refused: dict[str, str] = {}
+    rejected: dict[str, str] = {}
     pruned: list[Pruned] = []
     by_time = wish.objective == "time"
     best, slack = inf, TIE if by_time else 1.0
@@ -127,7 +127,7 @@ def search(
         """Look at these; gives those that need too much, with the least that they take."""
         nonlocal best
         large: dict[Choice, Pruned] = {}
-        for choice, least_of, predict in _bounded(options, cuts, refused):
+        for choice, least_of, predict in _bounded(options, cuts, rejected):
             reached = least_of.seconds if by_time else least_of.bytes
             hopeless = reached >= slack * best or least_of.bytes > wish.memory
             if least_of.bytes > wish.memory:
@@ -138,7 +138,7 @@ def search(
             try:
                 found = predict()
             except PlanError as error:
-                refused.setdefault(least_of.family, str(error))
+                rejected.setdefault(least_of.family, str(error))
                 continue
             candidate = replace(found, plan=finer(found.plan, fine, graph))
             if candidate.bytes <= wish.memory:
@@ -165,7 +165,7 @@ def search(
             if prune and least_of.seconds >= slack * best:
                 break
             more = list(variants(choice))
-            if prune and of_state and least_of.stash > wish.memory:
+            if prune and of_state and least_of.activations > wish.memory:
                 most_shared = max((c.plan.zero for c in more), default=0)
                 found |= {c: least_of for c in more if c.plan.zero == most_shared}
             else:
@@ -174,16 +174,16 @@ def search(
 
     options = list(choices(graph, wish.ranks, wish.micro_batches, wish.schedule))
     if not options:
-        refused[wish.schedule or "any"] = (
+        rejected[wish.schedule or "any"] = (
             f"{wish.micro_batches} micro-batches a step cannot be shared out over copies of it"
-            + ", each with one per stage or more" * (wish.schedule == ENDLESS)
+            + ", each with one per stage or more" * (wish.schedule == ASYNCHRONOUS)
             + f"; ask for {wish.ranks}, or a multiple"
         )
     blocks, elsewhere = len(graph.blocks), machine.elsewhere
 
     def away(choice: Choice) -> Iterator[Choice]:
         """With what waits put away; of the state alone only if the stash fits."""
-        fits = choice not in plain or plain[choice].stash <= wish.memory
+        fits = choice not in plain or plain[choice].activations <= wish.memory
         return putting_away(choice, blocks, elsewhere, state_only=fits)
 
     if by_time:
@@ -208,12 +208,12 @@ def search(
         tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
         tuple(sorted(rest, key=lambda c: c.bytes)),
         tuple(sorted(pruned, key=lambda p: (p.seconds, p.bytes)[:: 1 if by_time else -1])),
-        tuple(refused.items()),
+        tuple(rejected.items()),
     )
 
 
 def _bounded(
-    options: Iterable[Choice], cuts: Cuts, refused: dict[str, str]
+    options: Iterable[Choice], cuts: Cuts, rejected: dict[str, str]
 ) -> Iterator[tuple[Choice, Pruned, Callable[[], Candidate]]]:
     """All candidates with the least that each could take, the most promising first."""
     machine, wish = cuts.machine, cuts.wish
@@ -222,11 +222,11 @@ def _bounded(
         try:
             plan, staged = cuts.of(choice.plan)
         except PlanError as error:
-            refused.setdefault(choice.family, str(error))
+            rejected.setdefault(choice.family, str(error))
             continue
         seconds = (
             step_seconds(plan, staged, machine)
-            if plan.schedule == ENDLESS
+            if plan.schedule == ASYNCHRONOUS
             else least(plan.one_copy(), staged)
         )
         sizes = least_bytes(plan, staged, wish)
@@ -257,10 +257,10 @@ class _Predict:
         one, copies = self.plan.one_copy(), self.plan.data
         if one.depth == 1:  # all ranks of a team do the same, and sum like copies
             one, copies = one.lanes(), copies * one.ranks
-        room = self.wish.memory - standing(self.plan, self.staged, self.wish)
+        room = self.wish.memory - resident(self.plan, self.staged, self.wish)
         order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
         lowered = lower(order, one, copies)
-        if one.put_away("stash") and not any(a.kind is Kind.STORE for _, a in lowered):
+        if one.offloaded_to("activations") and not any(a.kind is Kind.STORE for _, a in lowered):
             raise PlanError("nothing waits long enough for its backward to be put away")
         timeline = simulate(lowered, one, self.staged, self.machine, self.wish.state, copies)
         workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
@@ -268,7 +268,7 @@ class _Predict:
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
         work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
         length = timeline.seconds
-        if self.plan.schedule == ENDLESS:
+        if self.plan.schedule == ASYNCHRONOUS:
             length = max(length, step_seconds(self.plan, self.staged, self.machine))
         return Candidate(
             self.family,

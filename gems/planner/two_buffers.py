@@ -27,7 +27,7 @@ def _pace(stage: int, plan: Plan, costs: Costs, machine: Machine) -> float:
     arriving = [("output", s) for s in plan.sources[stage]]
     arriving += [("gradient", s) for s in plan.sinks[stage]]
     messages = sum(_message(what, s, stage, plan, costs, machine) for what, s in arriving)
-    sums = machine.allreduce_seconds(costs[stage].gradients, plan.holders[stage])
+    sums = machine.allreduce_seconds(costs[stage].gradients, plan.replica_groups[stage])
     return max(costs[stage].seconds + again + messages, sums / plan.micro_batches)
 
 
@@ -35,5 +35,5 @@ def _message(
     what: str, source: int, target: int, plan: Plan, costs: Costs, machine: Machine
 ) -> float:
     """Between the two ranks that are furthest apart."""
-    ranks = {*plan.team_of(source, 0), *plan.team_of(target, 0)}
+    ranks = {*plan.spatial_group_of(source, 0), *plan.spatial_group_of(target, 0)}
     return machine.slowest(ranks).seconds(costs.part(what, source, target))

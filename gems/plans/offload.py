@@ -1,6 +1,6 @@
 """What a rank puts away while it is not needed, and where: a plan's words for it.
 
-stash       what micro-batches keep for backward, from forward on until backward comes to it
+activations what micro-batches keep for backward, from forward on until backward comes to it
 weights     of stages that do not run now; where they are, the optimizer works, so its state is
             there as well
 optimizer   the optimizer's state; weights stay
@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-WHAT = ("stash", "weights", "optimizer")
+WHAT = ("activations", "weights", "optimizer")
 WHERE = ("host", "disk")
 
-Offload = tuple[str, ...]  # "stash:host", in the order of WHAT
+Offload = tuple[str, ...]  # "activations:host", in the order of WHAT
 
 
 def offload_of(given: str | Iterable[str] | Mapping[str, str]) -> Offload:
-    """As a plan has it: `"stash"`, `"stash:disk,optimizer"`, `["stash", "weights:disk"]` or
-    `{"stash": "disk"}`. Where nothing is said, it is the host."""
+    """The plan's form of `"activations"`, `"activations:disk,optimizer"`, `{"weights": "disk"}` or
+    `["activations", "weights:disk"]`. The host is the default."""
     if isinstance(given, Mapping):
         given = [f"{what}:{where}" for what, where in given.items()]
     parts = given.split(",") if isinstance(given, str) else given
@@ -41,7 +41,7 @@ def place_of(offload: Offload, what: str) -> str:
     return next((part.partition(":")[2] for part in offload if part.startswith(f"{what}:")), "")
 
 
-def offload_faults(offload: Offload) -> Iterable[str]:
+def offload_problems(offload: Offload) -> Iterable[str]:
     for part in offload:
         what, _, where = part.partition(":")
         if what not in WHAT:

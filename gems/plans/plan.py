@@ -21,25 +21,33 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
-from gems.errors import PlanError, faults, short
-from gems.geometry.grid import MOST, Grid, Spatial, halo_faults, team_faults, tile_faults, tiles_of
-from gems.plans.offload import Offload, offload_faults, offload_of, place_of
-from gems.plans.recompute import Keep, Kept, by_stage, keep_faults, keep_of
-from gems.plans.streaming import stream_faults
+from gems.errors import PlanError, problems, short
+from gems.geometry.grid import (
+    MOST,
+    Grid,
+    Spatial,
+    halo_problems,
+    team_problems,
+    tile_problems,
+    tiles_of,
+)
+from gems.plans.offload import Offload, offload_of, offload_problems, place_of
+from gems.plans.recompute import Keep, Kept, by_stage, keep_of, keep_problems
+from gems.plans.streaming import stream_problems
 
 SCHEDULES = (
     *("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "gems-zb", "2bw"),
     *("l2l", "auto"),
 )
-ENDLESS = (
+ASYNCHRONOUS = (
     "2bw"  # one batch follows the other without a flush: see schedule/published/two_buffers.py
 )
 BATCHES = 4  # that are laid out one after the other to check and to time it
 BIDIRECTIONAL = ("gems", "gems-zb")
 SPLIT = ("zero-bubble", "gems-zb", "auto")
 PLACEMENTS = ("straight", "fold")
-SUMS = ("early", "late")
-UPDATES = ("late", "eager")
+GRAD_SYNC = ("overlap", "end")
+OPTIMIZER_STEP = ("end", "eager")
 ZERO = (0, 1, 2, 3)
 MOST_ACTIONS = 2**20  # forwards of a step on all ranks, each of which is an object or several
 
@@ -50,7 +58,8 @@ class Plan:
 
     stages         how many, or the names of the modules of each, in the order the data visits them
     micro_batches  per copy of the pipeline and step
-    schedule       one of SCHEDULES; `auto` is the greedy order under `stashes` or a memory cap
+    schedule       one of SCHEDULES; `auto` is the greedy order under `max_in_flight` or a memory
+                   budget
     replications   pairs of micro-batches of a bidirectional plan: 2 x replications of them
     data           copies of the whole pipeline on other ranks
     ranks          per copy; fewer than stages when a rank has several
@@ -58,7 +67,7 @@ class Plan:
                    (there and back again), or the rank or ranks of every stage, written out
     bidirectional  a second replica over the same ranks in reverse; on for the gems schedules
     balance        what to even out, `time` or `memory`, or the number of layers of each stage
-    stashes        how many micro-batches a rank may keep for backward (schedule `auto`)
+    max_in_flight  micro-batches whose activations a rank may hold at once (schedule `auto`)
     edges          which stage sends to which; filled in from the model, a chain until then
     spatial        the tiles that each of the first stages is cut into, one rank per tile: (2, 2),
                    "2x2", "vertical:4"; a list of them for more than one stage
@@ -66,19 +75,20 @@ class Plan:
                    nor streamed
     halo           `d1`: edges of tiles are exchanged before each layer; `d2`: before several
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
-    sums           when gradients are summed over replicas and copies: `early`, each stage as soon
-                   as it is complete, beside other work; or `late`, after all work
+    grad_sync      when gradients are all-reduced over replicas and copies: `overlap`, each stage as
+                   soon as it is complete, beside other work; or `end`, after all work
     keep           what stages keep for backward: `all`, `inputs` (the rest is computed again),
                    `except-last`, `auto`, or names of modules; for all stages, or one for each
     stream         the blocks that each of the first stages runs one after the other, on one rank,
                    keeping only its inputs: written like `spatial`
-    zero           what the ranks that hold a stage share out among them: 1 the optimizer's state,
-                   2 gradients too, once they are summed, 3 the weights too, gathered when needed
-    offload        what is put away while it is not needed: `stash`, `weights`, `optimizer`, to the
-                   `host` or to `disk`: "stash", "stash:disk,optimizer"
-    share_inputs   what all ranks of a team would keep as a whole, to compute from it again, is kept
-                   in parts, one each, and gathered when it is needed
-    updates        when weights are updated: `late`, after all work of a step; or `eager`, each
+    zero           what the replica group of a stage shards: 1 the optimizer's state, 2 gradients
+                   too, once they are reduced, 3 the weights too, unsharded when needed
+    offload        state that is moved out while it is not needed: `activations`, `weights`,
+                   `optimizer`, to the `host` or to `disk`: "activations:disk,optimizer"
+    partition_activations
+                   inputs that every rank of a spatial group would save whole, to recompute from
+                   them, are sharded over the group, and gathered when needed (ZeRO-R's P_a)
+    optimizer_step when weights are updated: `end`, after all work of a step; or `eager`, each
                    stage as soon as its gradients are complete
     why            why it was chosen, in the planner's words; two plans are equal whatever it says
     """
@@ -92,19 +102,19 @@ class Plan:
     placement: str | tuple[int | tuple[int, ...], ...] = "straight"
     bidirectional: bool | None = None
     balance: str | tuple[int, ...] = "time"
-    stashes: int = 0
+    max_in_flight: int = 0
     edges: tuple[tuple[int, int], ...] | None = None
     spatial: Spatial = ()
     local_dp: int = 1
     halo: str = "d1"
     fused_layers: int = 0
-    sums: str = "early"
+    grad_sync: str = "overlap"
     keep: Keep = "all"
     stream: Spatial = ()
     zero: int = 0
     offload: Offload = ()
-    share_inputs: bool = False
-    updates: str = "late"
+    partition_activations: bool = False
+    optimizer_step: str = "end"
     why: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,14 +139,14 @@ class Plan:
         if not self.ranks:
             put("ranks", self._default_ranks())
         if not self.micro_batches:
-            fewest = self.depth if self.schedule == ENDLESS else self.directions
+            fewest = self.depth if self.schedule == ASYNCHRONOUS else self.directions
             put("micro_batches", 2 * self.replications or fewest)
-        if found := list(self._faults()):
-            raise PlanError(faults("this plan cannot be carried out:", found))
+        if found := list(self._problems()):
+            raise PlanError(problems("this plan cannot be carried out:", found))
 
     def _check_sizes(self) -> None:
         """Before anything is counted out: numbers that nobody means would take all memory."""
-        names = ("depth", "micro_batches", "replications", "data", "ranks", "stashes")
+        names = ("depth", "micro_batches", "replications", "data", "ranks", "max_in_flight")
         sizes = {n: getattr(self, n) for n in (*names, "local_dp", "fused_layers")}
         sizes["stages"] = sizes.pop("depth")
         if not isinstance(self.placement, str):
@@ -162,7 +172,7 @@ class Plan:
             return sum(self.sizes)
         return (self.depth + 1) // 2 if self.placement == "fold" else self.depth
 
-    def _faults(self) -> Iterable[str]:
+    def _problems(self) -> Iterable[str]:
         if self.schedule not in SCHEDULES:
             yield f"schedule {self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}"
         for name in ("depth", "micro_batches", "data", "ranks"):
@@ -178,64 +188,74 @@ class Plan:
             yield f"replications belongs to a bidirectional plan; {self.schedule!r} is not one"
         if self.schedule in BIDIRECTIONAL and not self.bidirectional:
             yield f"schedule {self.schedule!r} is bidirectional; leave bidirectional out"
-        if self.stashes < 0:
-            yield f"stashes is {self.stashes}; give 1 or more, or leave it out"
-        if self.stashes > 0 and self.schedule != "auto":
-            yield f"stashes={self.stashes} is for 'auto', not {self.schedule!r}; leave it out"
-        if self.sums not in SUMS:
-            yield f"sums is {self.sums!r}; choose one of {', '.join(SUMS)}"
-        yield from self._zero_faults()
-        yield from offload_faults(self.offload)
-        yield from self._sharing_faults()
-        yield from self._update_faults()
-        yield from self._endless_faults()
+        if self.max_in_flight < 0:
+            yield f"max_in_flight is {self.max_in_flight}; give 1 or more, or leave it out"
+        if self.max_in_flight > 0 and self.schedule != "auto":
+            yield (
+                f"max_in_flight={self.max_in_flight} applies to schedule 'auto', not "
+                f"{self.schedule!r}; remove it"
+            )
+        if self.grad_sync not in GRAD_SYNC:
+            yield f"grad_sync is {self.grad_sync!r}; choose one of {', '.join(GRAD_SYNC)}"
+        yield from self._zero_problems()
+        yield from offload_problems(self.offload)
+        yield from self._sharing_problems()
+        yield from self._update_problems()
+        yield from self._endless_problems()
         tiles = tiles_of(self.spatial)
-        yield from tile_faults(tiles, self.depth, self.local_dp)
-        yield from halo_faults(self.halo, self.fused_layers, spatial=bool(tiles))
-        yield from keep_faults(self.keep, self.depth)
-        yield from stream_faults(
+        yield from tile_problems(tiles, self.depth, self.local_dp)
+        yield from halo_problems(self.halo, self.fused_layers, spatial=bool(tiles))
+        yield from keep_problems(self.keep, self.depth)
+        yield from stream_problems(
             tiles_of(self.stream), self.grids[: self.depth], self.keep, self.local_dp
         )
-        yield from self._placement_faults()
-        yield from self._balance_faults()
+        yield from self._placement_problems()
+        yield from self._balance_problems()
         for a, b in self.edges or ():
             if not 0 <= a < b < self.depth:
                 yield f"edge {a} to {b} must lead from a stage to a later one of {self.depth}"
 
-    def _sharing_faults(self) -> Iterable[str]:
+    def _sharing_problems(self) -> Iterable[str]:
         pairs = zip(self.keeps, self.sizes, strict=False)
-        if self.share_inputs and not any(size > 1 and keep != "all" for keep, size in pairs):
+        if self.partition_activations and not any(
+            size > 1 and keep != "all" for keep, size in pairs
+        ):
             yield (
-                "share_inputs divides what the ranks of a team keep to compute from it again, and "
-                "no stage is both cut over ranks and recomputed; give one tiles or slices and "
-                "keep='inputs' or names, or leave it out"
+                "partition_activations shards the inputs that a spatial group saves to recompute "
+                "from, and no stage is both on several ranks and recomputed; give one tiles or "
+                "slices and keep='inputs' or names, or remove partition_activations"
             )
 
-    def _zero_faults(self) -> Iterable[str]:
+    def _zero_problems(self) -> Iterable[str]:
         if self.zero not in ZERO:
             yield f"zero is {self.zero!r}; choose one of {', '.join(map(str, ZERO))}"
         elif self.zero == 3 and self.bidirectional:
             yield (
-                "zero=3 gathers the weights of a stage when all its holders need them, and those "
-                "of two directions need them at different times; use zero=2, or one direction"
+                "zero=3 unshards the weights of a stage when its whole replica group needs them, "
+                "and two directions need them at different times; use zero=2, or one direction"
             )
 
-    def _update_faults(self) -> Iterable[str]:
-        if self.updates not in UPDATES:
-            yield f"updates is {self.updates!r}; choose one of {', '.join(UPDATES)}"
-        elif self.updates == "eager":
+    def _update_problems(self) -> Iterable[str]:
+        if self.optimizer_step not in OPTIMIZER_STEP:
+            known = ", ".join(OPTIMIZER_STEP)
+            yield f"optimizer_step is {self.optimizer_step!r}; choose one of {known}"
+        elif self.optimizer_step == "eager":
             if self.zero in (1, 2):
                 yield (
-                    f"updates='eager' with zero={self.zero} would gather the updated parts of each "
-                    "stage in the middle of a step; use zero=0 or zero=3, or updates='late'"
+                    f"optimizer_step='eager' with zero={self.zero} would all-gather the updated "
+                    "shards of each stage in the middle of a step; use zero=0 or zero=3, or "
+                    "optimizer_step='end'"
                 )
-            if self.sums == "late":
-                yield "updates='eager' follow each sum, and sums='late' come last; leave one out"
+            if self.grad_sync == "end":
+                yield (
+                    "optimizer_step='eager' follows each all-reduce, and grad_sync='end' puts them "
+                    "last; remove one of the two"
+                )
 
-    def _endless_faults(self) -> Iterable[str]:
+    def _endless_problems(self) -> Iterable[str]:
         """Of 2BW: a batch must be through the pipeline before the next but one begins, and what
         would wait for all of a batch on all ranks would be a flush."""
-        if self.schedule != ENDLESS:
+        if self.schedule != ASYNCHRONOUS:
             return
         if self.micro_batches < self.depth:
             yield (
@@ -247,37 +267,42 @@ class Plan:
             yield "2bw has one direction; leave bidirectional out, or use 'gems'"
         if self.zero:
             yield (
-                f"zero={self.zero} has no place for the second version of weights that 2bw keeps; "
-                "leave it out, or use '1f1b'"
+                f"zero={self.zero} does not shard the second weight version that 2bw needs; "
+                "remove zero, or use '1f1b'"
             )
         if self.offload:
             yield (
-                f"2bw puts nothing away ({', '.join(self.offload)}): what is stored in one step "
-                "would be wanted in the next; leave offload out, or use '1f1b'"
+                f"2bw cannot offload ({', '.join(self.offload)}): what is stored in one step "
+                "would be needed in the next; remove offload, or use '1f1b'"
             )
-        if self.updates != "late":
-            yield f"updates={self.updates!r} is no choice for 2bw, which says when; leave it out"
-        if self.sums != "early":
-            yield f"sums={self.sums!r} is at the end of a step, and 2bw has none; leave it out"
+        if self.optimizer_step != "end":
+            yield (
+                f"optimizer_step={self.optimizer_step!r} does not apply to schedule '2bw', which "
+                "fixes when weights are updated; remove it"
+            )
+        if self.grad_sync != "overlap":
+            yield (
+                f"grad_sync={self.grad_sync!r} is at the end of a step, and 2bw has none; remove it"
+            )
         if "except-last" in (self.keep if isinstance(self.keep, tuple) else (self.keep,)):
             yield "keep='except-last' wants a last micro-batch, and 2bw has none; use 'inputs'"
 
-    def _placement_faults(self) -> Iterable[str]:
+    def _placement_problems(self) -> Iterable[str]:
         if isinstance(self.placement, str):
-            yield from self._name_faults()
+            yield from self._name_problems()
             return
         row = self._row()
         if len(row) != self.depth:
             yield f"placement names {len(row)} ranks for {self.depth} stages; give one each"
             return
-        yield from team_faults(row, self.grids)
+        yield from team_problems(row, self.grids)
         if {rank for team in row for rank in team} != set(range(self.ranks)):
             yield (
                 f"placement {self.placement} must use every rank from 0 to {self.ranks - 1} "
                 "and no other"
             )
 
-    def _name_faults(self) -> Iterable[str]:
+    def _name_problems(self) -> Iterable[str]:
         """Of a placement that is not written out."""
         if self.placement not in PLACEMENTS:
             yield (
@@ -285,7 +310,7 @@ class Plan:
                 f"{', '.join(PLACEMENTS)} or write out the rank of every stage"
             )
         if self.cut:
-            yield from self._straight_faults()
+            yield from self._straight_problems()
             return
         if self.placement == "fold" and self.ranks != (self.depth + 1) // 2:
             yield (
@@ -298,7 +323,7 @@ class Plan:
                 "use more stages, fewer ranks, or data-parallel copies"
             )
 
-    def _straight_faults(self) -> Iterable[str]:
+    def _straight_problems(self) -> Iterable[str]:
         """Of a placement of teams, which can only be straight."""
         if self.placement == "fold":
             yield "stages that are cut over ranks cannot be folded; write out the placement"
@@ -309,7 +334,7 @@ class Plan:
                 "placement to lay one stage over another"
             )
 
-    def _balance_faults(self) -> Iterable[str]:
+    def _balance_problems(self) -> Iterable[str]:
         if isinstance(self.balance, str):
             if self.balance not in ("time", "memory"):
                 yield f"balance {self.balance!r} is neither 'time', 'memory' nor counts of layers"
@@ -373,23 +398,23 @@ class Plan:
         last = micro_batch % self.micro_batches == self.micro_batches - 1
         return keep == "inputs" or (keep == "except-last" and not last)
 
-    def put_away(self, what: str) -> str:
+    def offloaded_to(self, what: str) -> str:
         """Where something is while it is not needed: `host`, `disk`, or "" if it stays."""
         return place_of(self.offload, what)
 
     @cached_property
-    def away(self) -> tuple[str, ...]:
+    def offloaded_state(self) -> tuple[str, ...]:
         """What of stages' state is put away, of `weights` and `optimizer`."""
-        return tuple(what for what in ("weights", "optimizer") if self.put_away(what))
+        return tuple(what for what in ("weights", "optimizer") if self.offloaded_to(what))
 
     @property
     def frees_gradients(self) -> bool:
         """Whether a stage's whole gradients are let go of as soon as they are summed."""
-        return self.zero >= 2 or "weights" in self.away
+        return self.zero >= 2 or "weights" in self.offloaded_state
 
     def gathers(self, stage: int) -> bool:
         """Whether a stage's weights come when they are needed, and go again."""
-        return "weights" in self.away or (self.zero == 3 and self.sharers(stage) > 1)
+        return "weights" in self.offloaded_state or (self.zero == 3 and self.shard_count(stage) > 1)
 
     # --- how stages are cut ----------------------------------------------------------------
 
@@ -413,7 +438,7 @@ class Plan:
     # --- who has what ----------------------------------------------------------------------
 
     @cached_property
-    def teams(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def spatial_groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """For each replica and stage the ranks that run it, in row-major order of its grid.
 
         A second direction lies over the first in reverse, so that the many ranks of its spatial
@@ -438,33 +463,33 @@ class Plan:
             return tuple(tuple(range(a, b)) for a, b in pairwise(starts))
         return tuple((s % self.ranks,) for s in range(self.depth))
 
-    def team_of(self, stage: int, replica: int) -> tuple[int, ...]:
-        return self.teams[replica][stage]
+    def spatial_group_of(self, stage: int, replica: int) -> tuple[int, ...]:
+        return self.spatial_groups[replica][stage]
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
         """The first of the ranks that have each stage, for each replica; the only one if uncut."""
-        return tuple(tuple(team[0] for team in row) for row in self.teams)
+        return tuple(tuple(team[0] for team in row) for row in self.spatial_groups)
 
     def rank_of(self, stage: int, replica: int) -> int:
         """The first of the ranks that have this stage."""
         return self.places[replica][stage]
 
     @cached_property
-    def holders(self) -> tuple[tuple[int, ...], ...]:
+    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the ranks that have its weights, hence sum its gradients."""
-        teams = zip(*self.teams, strict=True)
+        teams = zip(*self.spatial_groups, strict=True)
         return tuple(tuple(sorted({r for team in stage for r in team})) for stage in teams)
 
-    def sharers(self, stage: int) -> int:
+    def shard_count(self, stage: int) -> int:
         """How many ranks share out a stage's state among them; 1 if each has it all."""
-        return len(self.holders[stage]) if self.zero else 1
+        return len(self.replica_groups[stage]) if self.zero else 1
 
     @cached_property
     def stages_on(self) -> tuple[tuple[int, ...], ...]:
         """For each rank the stages whose weights it has, each once."""
         found = [[] for _ in range(self.world)]
-        for stage, ranks in enumerate(self.holders):
+        for stage, ranks in enumerate(self.replica_groups):
             for rank in ranks:
                 found[rank].append(stage)
         return tuple(map(tuple, found))
@@ -474,9 +499,9 @@ class Plan:
         copy, within = divmod(micro_batch, self.micro_batches)
         return copy * self.directions + within % self.directions
 
-    def team_for(self, stage: int, micro_batch: int) -> tuple[int, ...]:
+    def spatial_group_for(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """The ranks that run this stage for this micro-batch, together."""
-        return self.teams[self.replica_of(micro_batch)][stage]
+        return self.spatial_groups[self.replica_of(micro_batch)][stage]
 
     def rank_for(self, stage: int, micro_batch: int) -> int:
         """The first of the ranks that run this stage for this micro-batch."""
@@ -516,12 +541,12 @@ class Plan:
     @cached_property
     def unrolled(self) -> Plan:
         """By what its schedule numbers micro-batches: itself, or several batches on end."""
-        return self.on_end(BATCHES) if self.schedule == ENDLESS else self
+        return self.on_end(BATCHES) if self.schedule == ASYNCHRONOUS else self
 
     def lanes(self) -> Plan:
         """One copy with every stage whole and on a lane of its own: what orders are made for."""
         whole = {"spatial": (), "local_dp": 1, "halo": "d1", "fused_layers": 0}
-        whole["share_inputs"] = False
+        whole["partition_activations"] = False
         return replace(self, data=1, ranks=self.depth, placement="straight", **whole)
 
 

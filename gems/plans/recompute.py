@@ -39,7 +39,7 @@ def by_stage(keep: Keep, stages: int) -> tuple[Kept, ...]:
     return keep if for_each(keep) else (keep,) * stages  # type: ignore[return-value]
 
 
-def keep_faults(keep: Keep, stages: int) -> Iterable[str]:
+def keep_problems(keep: Keep, stages: int) -> Iterable[str]:
     known = ", ".join((*WORDS, *GPIPE))
     if isinstance(keep, str):
         if keep not in WORDS:

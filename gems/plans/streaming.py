@@ -15,7 +15,7 @@ from gems.plans.recompute import Keep, for_each
 STREAMED = ("all", "inputs")  # what may be said about a streamed stage: it keeps its inputs
 
 
-def stream_faults(
+def stream_problems(
     streams: Sequence[tuple[int, ...]], grids: Sequence[Grid], keep: Keep, slices: int
 ) -> Iterable[str]:
     """Of the blocks that the first stages are to run one after the other."""
@@ -41,10 +41,10 @@ def stream_faults(
                 f"stage {stage} streams {shown} blocks on one rank, but is cut over {grid.size} "
                 f"({grid}); leave one of the two out, or give more blocks instead of more ranks"
             )
-    yield from _keep_faults(len(streams), keep)
+    yield from _keep_problems(len(streams), keep)
 
 
-def _keep_faults(streamed: int, keep: Keep) -> Iterable[str]:
+def _keep_problems(streamed: int, keep: Keep) -> Iterable[str]:
     """A streamed stage keeps its inputs, whatever is said; so nothing else may be said."""
     each = for_each(keep)
     for stage in range(streamed):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.model.costs import Costs
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.state_bytes import Share, share
 from gems.predict.timeline import Memory, Meter
-from gems.schedule.core import AWAY, WHOLE, Action, Kind, Message, Schedule
+from gems.schedule.core import AWAY, OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.lower.offload import Storing
 from gems.schedule.lower.passes import Receipts, receipts
 
@@ -20,7 +20,7 @@ def kept(stage: int, micro_batch: int, plan: Plan, costs: Costs) -> int:
     """Bytes that a forward leaves for backward: a stash, or what it is recomputed from."""
     if plan.recomputes(stage, micro_batch):
         return costs.received(stage)
-    return round(costs[stage].stash)
+    return round(costs[stage].activations)
 
 
 def live(
@@ -31,7 +31,7 @@ def live(
     `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
     plan may stand for so many `copies` of it on further ranks.
     """
-    endless, plan = plan.schedule == ENDLESS, plan.unrolled
+    endless, plan = plan.schedule == ASYNCHRONOUS, plan.unrolled
     proofs = receipts(schedule, plan)
     return [
         _Rank(rank, plan, costs, state, proofs[rank], copies, endless).run(row)
@@ -58,8 +58,11 @@ class _Rank:
         self.gradients: dict[int, float] = {}
         self.several: dict[int, bool] = {}  # whether other ranks hold a stage, too
         for s in plan.stages_on[rank]:
-            holders, place = len(plan.holders[s]) * copies, plan.holders[s].index(rank)
-            self.shares[s] = share(costs[s], plan.zero, holders, place, plan.away)
+            holders, place = (
+                len(plan.replica_groups[s]) * copies,
+                plan.replica_groups[s].index(rank),
+            )
+            self.shares[s] = share(costs[s], plan.zero, holders, place, plan.offloaded_state)
             self.several[s] = holders > 1
             # Where several ranks hold a stage, gradients have their place from the start, unless
             # they go when they are summed, or with each update.
@@ -71,36 +74,40 @@ class _Rank:
         self.put: set[int] = set()  # stages whose gradients are put away
         self.updating: int | None = None  # beside the work
         self.optimizer = round(state * sum(mine.optimizer for mine in self.shares.values()))
-        self.meter = Meter(self._standing())
+        self.meter = Meter(self._resident())
         self.at_hand: dict[Message, int] = {}
         self.inbox: dict[Message, dict[int, int]] = {}
         self.sending: dict[tuple[Message, int], int] = {}
         self.storing: Storing | None = None
         self.loading: set[tuple[int, int]] = set()
 
-    def _standing(self) -> Memory:
+    def _resident(self) -> Memory:
         weights = sum(mine.weights for mine in self.shares.values())
         weights += sum(self.shares[s].gathered for s in self.gathered)
         if self.endless:  # what is trained is there in two versions
             weights += sum(self.costs[s].gradients for s in self.shares)
         gradients = sum(self.gradients.values())
         away = sum(m.away(self.state, summed=s in self.put) for s, m in self.shares.items())
-        return Memory(round(weights), round(gradients), self.optimizer, away=round(away))
+        return Memory(round(weights), round(gradients), self.optimizer, offloaded=round(away))
 
     def run(self, row: Sequence[Action]) -> tuple[Row, Meter]:
         found = []
         for action in row:
             self._do(action)
             found.append(self.meter.now)
-        if any(action.kind is Kind.REDUCE for action in row):
+        if any(action.kind is Kind.ALL_REDUCE for action in row):
             self._settle()
-            for stage in self.shares if self.plan.updates == "late" and self.plan.away else ():
+            for stage in (
+                self.shares
+                if self.plan.optimizer_step == "end" and self.plan.offloaded_state
+                else ()
+            ):
                 self._update_late(stage)
         return found, self.meter
 
     def _update_late(self, stage: int) -> None:
         """After the step, when nothing else is under way."""
-        here = self._standing()
+        here = self._resident()
         here = replace(here, optimizer=here.optimizer + self._brought(stage))
         if here.total > self.meter.peak.total:
             self.meter.peak = here
@@ -120,7 +127,7 @@ class _Rank:
             self._recompute(action.stage)
         elif action.kind is Kind.WEIGHT:
             self._release(action.stage)
-        elif action.kind in WHOLE:
+        elif action.kind in OF_STAGE:
             self._share(action)
         elif action.kind in AWAY:
             self._move(action)
@@ -129,11 +136,11 @@ class _Rank:
 
     def _share(self, action: Action) -> None:
         """A sum, or weights that come or go."""
-        if action.kind is Kind.GATHER:
+        if action.kind is Kind.UNSHARD:
             self.gathered.add(action.stage)
-        elif action.kind is Kind.DROP:
+        elif action.kind is Kind.RESHARD:
             self.gathered.remove(action.stage)
-        elif action.kind is Kind.UPDATE:
+        elif action.kind is Kind.OPTIMIZER_STEP:
             self._settle()
             self._settle_update()
             self._update(action.stage)
@@ -144,7 +151,7 @@ class _Rank:
             self.summing = action.stage
             if not self.several[action.stage]:  # nothing to wait for
                 self._settle()
-        self.meter.settle(self._standing())
+        self.meter.settle(self._resident())
 
     def _settle(self) -> None:
         """The sum under way is through."""
@@ -156,12 +163,12 @@ class _Rank:
 
     def _update(self, stage: int) -> None:
         """What is put away comes back for a moment; and after an update gradients are gone."""
-        self.meter.settle(self._standing())
+        self.meter.settle(self._resident())
         brought = self._brought(stage)
         self.meter.add("optimizer", brought)
         self.meter.drop("optimizer", brought)
         self.updating = stage
-        if self.plan.put_away("weights") != "host":  # where it runs beside the work
+        if self.plan.offloaded_to("weights") != "host":  # where it runs beside the work
             self._settle_update()
 
     def _settle_update(self) -> None:
@@ -173,7 +180,7 @@ class _Rank:
 
     def _brought(self, stage: int) -> int:
         """Bytes that come back for an update: none where the optimizer works on the host."""
-        if self.plan.put_away("weights") == "host":
+        if self.plan.offloaded_to("weights") == "host":
             return 0
         return round(self.shares[stage].updating(self.state))
 
@@ -187,7 +194,7 @@ class _Rank:
             self._offer(Message("output", s, sink, i))
 
     def _recompute(self, stage: int) -> None:
-        self.meter.turn(self.costs.received(stage), round(self.costs[stage].stash))
+        self.meter.turn(self.costs.received(stage), round(self.costs[stage].activations))
 
     def _backward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
@@ -195,16 +202,16 @@ class _Rank:
             self._take(Message("gradient", sink, s, i))
         if self.plan.frees_gradients and self.several[s]:
             self.gradients[s] = self.shares[s].gradients
-        self.meter.surge(round(self.costs[s].surge))
+        self.meter.spike(round(self.costs[s].temporary))
         if action.kind is Kind.BACKWARD:
             self._release(s)
         for source in self.plan.sources[s]:
             self._offer(Message("gradient", s, source, i))
 
     def _release(self, stage: int) -> None:
-        self.meter.release(round(self.costs[stage].stash))
+        self.meter.release(round(self.costs[stage].activations))
         self.gradients.setdefault(stage, self.shares[stage].gradients)
-        self.meter.settle(self._standing())
+        self.meter.settle(self._resident())
 
     # --- memory put away ------------------------------------------------------------------------
 
@@ -267,7 +274,7 @@ class _Rank:
             self.meter.add("boundary", size)
 
     def _team(self, action: Action) -> tuple[int, ...]:
-        return self.plan.team_for(action.peer, action.micro_batch)
+        return self.plan.spatial_group_for(action.peer, action.micro_batch)
 
     def _part(self, message: Message) -> int:
         """What goes from one rank to another: of what does not stay every rank has something for

@@ -21,8 +21,8 @@ from gems.plans.recompute import Kept
 class Footprint:
     """Bytes of one micro-batch on one stage: what it keeps, and the most that backward has more."""
 
-    stash: int
-    surge: int
+    activations: int
+    temporary: int
 
 
 def kept_of(keep: Kept, graph: Graph, blocks: Iterable[int]) -> set[int] | None:
@@ -56,17 +56,19 @@ def entering(graph: Graph, run: Iterable[int]) -> list[str]:
 def footprint(graph: Graph, blocks: Sequence[int], kept: Collection[int]) -> Footprint:
     """Bytes that are kept, each storage once, and what the largest run adds in its turn."""
     found: set[int | str] = set()  # what is kept of the blocks so far
-    stash = most = 0
+    activations = most = 0
     run: list[int] = []
 
     def end_run() -> None:
         """A run is over: it keeps what it reads, and what it saves is there in its turn. What later
         blocks keep is gone by then."""
-        nonlocal stash, most
+        nonlocal activations, most
         values = (graph.value[name] for name in entering(graph, run))
-        stash += _more(((v.name if v.storage < 0 else v.storage, v.bytes) for v in values), found)
+        activations += _more(
+            ((v.name if v.storage < 0 else v.storage, v.bytes) for v in values), found
+        )
         saves = (pair for i in run for pair in graph.blocks[i].saves)
-        most = max(most, stash + _more(saves, set(), found))
+        most = max(most, activations + _more(saves, set(), found))
         run.clear()
 
     for block in blocks:
@@ -75,10 +77,10 @@ def footprint(graph: Graph, blocks: Sequence[int], kept: Collection[int]) -> Foo
             continue
         if run:
             end_run()
-        stash += _more(graph.blocks[block].saves, found)
+        activations += _more(graph.blocks[block].saves, found)
     if run:
         end_run()
-    return Footprint(stash, max(most - stash, 0))
+    return Footprint(activations, max(most - activations, 0))
 
 
 def _more(
@@ -112,11 +114,11 @@ def recomputing(
     """A stage's cost if only some blocks keep what they save. A rank that has a part of the `whole`
     stage keeps, and computes again, the same part of it."""
     found = footprint(graph, blocks, kept)
-    bytes_part = cost.stash / whole.stash if whole.stash else 1.0
+    bytes_part = cost.activations / whole.activations if whole.activations else 1.0
     time_part = cost.f / whole.f if whole.f else 1.0
     return replace(
         cost,
         i=cost.i + again(costs, blocks, kept) * time_part,
-        stash=found.stash * bytes_part,
-        surge=found.surge * bytes_part,
+        activations=found.activations * bytes_part,
+        temporary=found.temporary * bytes_part,
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from gems.errors import ScheduleError
 from gems.hardware import Link, Machine
 from gems.model.costs import Costs
-from gems.plans.plan import BATCHES, ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
 from gems.predict.memory import kept, live
 from gems.predict.state_bytes import share
 from gems.predict.timeline import Event, Timeline
@@ -61,7 +61,7 @@ def simulate(
     """
 
     def seconds(rank: int, action: Action) -> float:
-        if action.kind is Kind.UPDATE:
+        if action.kind is Kind.OPTIMIZER_STEP:
             return _away_seconds(action, plan, costs, over, state)
         if not action.computes:
             return 0.0
@@ -80,12 +80,12 @@ def simulate(
     def carry(action: Action) -> float:
         if not isinstance(over, Machine):
             return 0.0
-        way = over.way_to(plan.put_away("stash"))
+        way = over.way_to(plan.offloaded_to("activations"))
         return way.seconds(kept(action.stage, action.micro_batch, plan, costs))
 
     laid = _Laid(schedule, plan.unrolled, seconds, travel, meet, carry)
     whole = replace(laid.timeline("simulated", laid.met), **laid.bytes(plan, costs, state, copies))
-    return _period(whole, plan) if plan.schedule == ENDLESS else whole
+    return _period(whole, plan) if plan.schedule == ASYNCHRONOUS else whole
 
 
 def _period(run: Timeline, plan: Plan) -> Timeline:
@@ -121,9 +121,9 @@ def _meeting_seconds(
     parts are gathered after the update, which counts as the end of the sum; with 3, when needed.
     """
     firsts = range(0, copies * plan.world, plan.world)
-    ranks = [first + rank for first in firsts for rank in plan.holders[meeting.stage]]
+    ranks = [first + rank for first in firsts for rank in plan.replica_groups[meeting.stage]]
     size = costs[meeting.stage].gradients
-    alone = len(ranks) == 1 or (meeting.kind is Kind.GATHER and plan.zero < 3)
+    alone = len(ranks) == 1 or (meeting.kind is Kind.UNSHARD and plan.zero < 3)
     if over is None or alone:
         return 0.0
     part = 0.5 if plan.zero == 3 else 1.0
@@ -137,18 +137,20 @@ def _away_seconds(
 ) -> float:
     """Of what a stage has put away, on its way: weights that come, gradients that go, and for an
     update all that is read and written. Late updates count as the end of the sum."""
-    if not isinstance(over, Machine) or not plan.away:
+    if not isinstance(over, Machine) or not plan.offloaded_state:
         return 0.0
-    mine = share(costs[action.stage], plan.zero, plan.sharers(action.stage), away=plan.away)
+    mine = share(
+        costs[action.stage], plan.zero, plan.shard_count(action.stage), away=plan.offloaded_state
+    )
     update = 2 * state * mine.own + (mine.own + 2 * mine.home if mine.home else 0.0)
-    if plan.put_away("weights") == "host":
+    if plan.offloaded_to("weights") == "host":
         update = 0.0  # the optimizer works there
     size = update
-    if action.kind is Kind.GATHER:
+    if action.kind is Kind.UNSHARD:
         size = mine.home
-    elif action.kind is Kind.REDUCE:
-        size = (mine.own if mine.home else 0.0) + (update if plan.updates == "late" else 0.0)
-    return over.way_to(plan.put_away("optimizer")).seconds(size) if size else 0.0
+    elif action.kind is Kind.ALL_REDUCE:
+        size = (mine.own if mine.home else 0.0) + (update if plan.optimizer_step == "end" else 0.0)
+    return over.way_to(plan.offloaded_to("optimizer")).seconds(size) if size else 0.0
 
 
 def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
@@ -156,7 +158,7 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
 
     It is repeatable on a busy machine, and lets more ranks be measured than there are cores.
     """
-    endless = plan.schedule == ENDLESS
+    endless = plan.schedule == ASYNCHRONOUS
     cpu = {(e.rank, _once(e.action, plan) if endless else e.action): e.cpu for e in timeline.events}
 
     def seconds(rank: int, action: Action) -> float:
@@ -167,8 +169,10 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
 
     none = lambda *_: 0.0  # noqa: E731
     laid = _Laid(schedule, plan.unrolled, seconds, none, none, none)
-    sums = [event for event in laid.events if event.action.endswith("R")]
-    laid = replace(laid.timeline("virtual", sums), peaks=timeline.peaks, stashes=timeline.stashes)
+    sums = [event for event in laid.events if event.action.endswith("A")]
+    laid = replace(
+        laid.timeline("virtual", sums), peaks=timeline.peaks, max_in_flight=timeline.max_in_flight
+    )
     return _period(laid, plan) if endless else laid
 
 
@@ -246,7 +250,7 @@ class _Laid:
     def _move(self, rank: int, action: Action, now: float) -> None:
         """A store or a load, on its way beside the work."""
         key = action.stage, action.micro_batch
-        disk = self.plan.put_away("stash") == "disk"
+        disk = self.plan.offloaded_to("activations") == "disk"
         lane = rank, "" if disk else action.kind.value
         start = max(now, self.lanes[lane])
         self.lanes[lane] = stop = start + self.carry(action)
@@ -262,13 +266,13 @@ class _Laid:
         if fact.stage == action.stage:
             return self.known[rank, fact]
         message = Message(fact.what, fact.stage, action.stage, fact.micro_batch)
-        team = self.plan.team_for(fact.stage, fact.micro_batch)
+        team = self.plan.spatial_group_for(fact.stage, fact.micro_batch)
         return max(self.arrived.get(((r, rank), message), self.known[r, fact]) for r in team)
 
     def _do(self, rank: int, action: Action, start: float, stop: float) -> None:
         self.free[rank] = stop
         self.stops[rank].append(stop)
-        if stop > start or action.kind is Kind.REDUCE:
+        if stop > start or action.kind is Kind.ALL_REDUCE:
             self.events.append(Event(rank, str(action), start, stop, stop - start))
         for fact in gives(action):
             self.known[rank, fact] = stop
@@ -280,7 +284,9 @@ class _Laid:
             del self.storing[rank]
         if action.way == ">":
             message = action.message
-            others = (r for r in self.plan.team_for(action.peer, action.micro_batch) if r != rank)
+            others = (
+                r for r in self.plan.spatial_group_for(action.peer, action.micro_batch) if r != rank
+            )
             for link in ((rank, other) for other in others):
                 self.link_free[link] = max(stop, self.link_free[link]) + self.travel(message, link)
                 self.arrived[link, message] = self.link_free[link]
@@ -289,13 +295,13 @@ class _Laid:
     def _meet(self, rank: int, action: Action, now: float) -> None:
         """Sums and gathers: each begins when its last rank has come to it, one after the other.
         What a rank fetches for itself waits for nobody."""
-        if action.kind is Kind.GATHER and self.plan.zero < 3:
+        if action.kind is Kind.UNSHARD and self.plan.zero < 3:
             start = max(now, self.fetching[rank])
             self.fetching[rank] = self.through[rank, action] = stop = start + self.meet(action)
             self.met.append(Event(rank, str(action), start, stop))
             return
         self.reached[action][rank] = now
-        if action.kind is Kind.REDUCE:
+        if action.kind is Kind.ALL_REDUCE:
             self.summed[rank].append(action.stage)
         for meeting in self.meetings.begin(rank, action):
             there = self.reached.pop(meeting)
@@ -306,7 +312,7 @@ class _Laid:
                 self.met.append(Event(member, str(meeting), start, stop))
 
     def timeline(self, clock: str, sums: list[Event]) -> Timeline:
-        rest = [event for event in self.events if not event.action.endswith("R")]
+        rest = [event for event in self.events if not event.action.endswith("A")]
         return Timeline(tuple(rest + sums), clock)
 
     def bytes(
@@ -314,7 +320,7 @@ class _Laid:
     ) -> dict[str, tuple[object, ...]]:
         """Live bytes of every rank after each action, peaks, and what each link carried."""
         found = live(self.schedule, plan, costs, state, copies)
-        known = not costs.counts_stashes
+        known = not costs.counts_micro_batches
         links: dict[tuple[int, int], int] = defaultdict(int)
         for link, message in self.sent:
             links[link] += costs.part(*message[:3])
@@ -325,6 +331,6 @@ class _Laid:
             )
             * known,
             "peaks": tuple(meter.peak for _, meter in found) * known,
-            "stashes": tuple(meter.most_stashes for _, meter in found),
+            "max_in_flight": tuple(meter.max_in_flight for _, meter in found),
             "links": tuple((a, b, size) for (a, b), size in sorted(links.items())),
         }

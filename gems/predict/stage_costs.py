@@ -33,7 +33,7 @@ def price(
     for stage, (uncut, grid, mine) in enumerate(groups):
         cost = uncut
         if grid.size > 1:
-            link = machine.slowest(plan.team_of(stage, 0))
+            link = machine.slowest(plan.spatial_group_of(stage, 0))
             cut = [(graph.blocks[i], blocks[i]) for i in mine]
             cost = _cut(uncut, cut, graph, grid, link, machine.device.call)
         if (kept := kept_of(plan.keeps[stage], graph, mine)) is not None:
@@ -52,12 +52,12 @@ def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge
     if grid.size == 1:
         return edge
     stays = grid == plan.grids[edge.source] and (
-        plan.team_of(edge.source, 0) == plan.team_of(edge.target, 0)
+        plan.spatial_group_of(edge.source, 0) == plan.spatial_group_of(edge.target, 0)
     )
     for name in crossings(graph, stage_of)[edge.source, edge.target]:
         value = graph.value[name]
         part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value.shape, grid)
-        shared = plan.share_inputs and part == 1
+        shared = plan.partition_activations and part == 1
         size += ceil(value.bytes / grid.size if shared else value.bytes * part)
     return replace(edge, kept=round(size), stays=stays)
 
@@ -82,12 +82,12 @@ def _cut(
         kept += strips * bool(block.saves)
     found = together(parts)
     # A storage that two blocks keep counts once, as in the whole stage.
-    alone = sum(cost.stash for _, cost in blocks)
-    once = stage.stash / alone if alone else 1.0
+    alone = sum(cost.activations for _, cost in blocks)
+    once = stage.activations / alone if alone else 1.0
     return replace(
         found,
         f=found.f + call * len(blocks) * bool(grid.tiles),
-        stash=found.stash * once + kept,
+        activations=found.activations * once + kept,
         weights=stage.weights,
         gradients=stage.gradients,
     )

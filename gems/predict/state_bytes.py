@@ -60,8 +60,8 @@ class Share:
 
 def needed(shares: Sequence[Share], state: float) -> float:
     """Bytes of all stages of a rank: of one of them weights and gradients as a whole."""
-    standing = sum(s.weights + s.summed + state * s.optimizer for s in shares)
-    return standing + max((s.gathered + s.gradients - s.summed for s in shares), default=0.0)
+    resident = sum(s.weights + s.summed + state * s.optimizer for s in shares)
+    return resident + max((s.gathered + s.gradients - s.summed for s in shares), default=0.0)
 
 
 def share(cost: Cost, zero: int, holders: int, place: int = 0, away: Collection[str] = ()) -> Share:

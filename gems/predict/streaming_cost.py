@@ -116,7 +116,7 @@ def streamed(
         i=back,
         w=0.0,
         halves=1.0,
-        stash=float(sum(v.bytes for v in (*received, *ends))),
-        surge=workspace(graph, blocks, grid) + gradients,
+        activations=float(sum(v.bytes for v in (*received, *ends))),
+        temporary=workspace(graph, blocks, grid) + gradients,
         workspace=max((costs[i].workspace * overlap[i].largest for i in blocks), default=0.0),
     )

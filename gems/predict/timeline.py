@@ -8,9 +8,9 @@ from functools import cached_property
 
 from gems.schedule.core import Action, Kind, Schedule, parse_action
 
-LINKS = ("R", "G")  # how sums of gradients and gathers of weights end
+LINKS = ("A", "U")  # how sums of gradients and gathers of weights end
 AWAY = frozenset("SL")  # what is in stores and loads, and in no other action
-KINDS = ("weights", "gradients", "optimizer", "stash", "boundary", "communication")
+KINDS = ("weights", "gradients", "optimizer", "activations", "boundary", "communication")
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Memory:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    stash: int = 0
+    activations: int = 0
     boundary: int = 0
     communication: int = 0
-    away: int = 0
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
@@ -55,11 +55,11 @@ class Meter:
     """Counts live bytes of one rank: `add` and `drop` while a step runs; `peak` is the moment with
     most bytes in total."""
 
-    def __init__(self, standing: Memory) -> None:
-        self._live = {kind: getattr(standing, kind) for kind in (*KINDS, "away")}
-        self._total = self._most = standing.total
-        self.peak = standing
-        self.stashes = self.most_stashes = 0
+    def __init__(self, resident: Memory) -> None:
+        self._live = {kind: getattr(resident, kind) for kind in (*KINDS, "offloaded")}
+        self._total = self._most = resident.total
+        self.peak = resident
+        self.in_flight = self.max_in_flight = 0
         self.stowed = 0  # what micro-batches have put away; what stands may be away as well
 
     @property
@@ -69,7 +69,7 @@ class Meter:
     def on(self) -> Meter:
         """One that goes on from what is live now."""
         new = Meter(self.now)
-        new.stashes = new.most_stashes = self.stashes
+        new.in_flight = new.max_in_flight = self.in_flight
         new.stowed = self.stowed
         return new
 
@@ -82,7 +82,7 @@ class Meter:
 
     def _change(self, kind: str, more: int) -> None:
         self._live[kind] += more
-        if kind != "away":
+        if kind != "offloaded":
             self._total += more
 
     def _look(self) -> None:
@@ -91,28 +91,28 @@ class Meter:
 
     def keep(self, size: int) -> None:
         """One more stash."""
-        self.stashes += 1
-        self.most_stashes = max(self.most_stashes, self.stashes)
-        self.add("stash", size)
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        self.add("activations", size)
 
     def hold(self, size: int) -> None:
         """What a stage received, kept in place of a stash."""
-        self.add("stash", size)
+        self.add("activations", size)
 
     def turn(self, held: int, size: int) -> None:
         """What was held becomes a stash."""
-        self.drop("stash", held)
+        self.drop("activations", held)
         self.keep(size)
 
     def put_away(self, size: int) -> None:
         """A stash, or what is held in place of one, is being stored; it is still here, too."""
         self.stowed += size
-        self.add("away", size)
+        self.add("offloaded", size)
 
     def let_go(self, size: int, *, counts: bool) -> None:
         """It is stored, and its memory free; `counts`: it was a stash."""
-        self.stashes -= counts
-        self.drop("stash", size)
+        self.in_flight -= counts
+        self.drop("activations", size)
 
     def fetch(self, size: int, *, counts: bool) -> None:
         """There is room for it again."""
@@ -121,23 +121,23 @@ class Meter:
     def arrive(self, size: int) -> None:
         """It is here, and nowhere else any more."""
         self.stowed -= size
-        self.drop("away", size)
+        self.drop("offloaded", size)
 
-    def surge(self, size: int) -> None:
+    def spike(self, size: int) -> None:
         """For a moment there was more: what backward recomputes."""
-        self.add("stash", size)
-        self.drop("stash", size)
+        self.add("activations", size)
+        self.drop("activations", size)
 
     def release(self, size: int) -> None:
-        self.stashes -= 1
-        self.drop("stash", size)
+        self.in_flight -= 1
+        self.drop("activations", size)
 
-    def settle(self, standing: Memory) -> None:
+    def settle(self, resident: Memory) -> None:
         """What stands for itself (weights, gradients, optimizer) may have changed, and so may
         what is put away of it."""
         for kind in ("weights", "gradients", "optimizer"):
-            self._change(kind, getattr(standing, kind) - self._live[kind])
-        self._live["away"] = standing.away + self.stowed
+            self._change(kind, getattr(resident, kind) - self._live[kind])
+        self._live["offloaded"] = resident.offloaded + self.stowed
         self._look()
 
 
@@ -154,7 +154,7 @@ class Timeline:
     clock: str = "wall"
     memory: tuple[tuple[tuple[float, Memory], ...], ...] = ()
     peaks: tuple[Memory, ...] = ()
-    stashes: tuple[int, ...] = ()
+    max_in_flight: tuple[int, ...] = ()
     links: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -196,7 +196,7 @@ MOST_RANKS = 2**14  # that a picture has lanes for
 LONGEST = 1e9  # seconds
 
 
-def timeline_faults(timeline: Timeline) -> Iterator[str]:
+def timeline_problems(timeline: Timeline) -> Iterator[str]:
     """Why a timeline out of a file cannot be one of a step: `gems draw` asks before it draws."""
     for event in timeline.events:
         if not 0 <= event.rank < MOST_RANKS:
@@ -214,7 +214,7 @@ def timeline_faults(timeline: Timeline) -> Iterator[str]:
 
 
 def _negative(memory: Memory) -> bool:
-    return any(not 0 <= getattr(memory, kind) < 2**60 for kind in (*KINDS, "away"))
+    return any(not 0 <= getattr(memory, kind) < 2**60 for kind in (*KINDS, "offloaded"))
 
 
 def merged(parts: list[Timeline]) -> Timeline:
@@ -226,7 +226,7 @@ def merged(parts: list[Timeline]) -> Timeline:
         clock=parts[0].clock,
         memory=tuple(tuple((t - zero, m) for t, m in row) for p in parts for row in p.memory),
         peaks=tuple(peak for part in parts for peak in part.peaks),
-        stashes=tuple(n for part in parts for n in part.stashes),
+        max_in_flight=tuple(n for part in parts for n in part.max_in_flight),
     )
 
 

@@ -63,13 +63,13 @@ def _placed(row: Sequence[Action], plan: Plan) -> Iterator[tuple[int, Action]]:
         window = window_of(s, i, plan, forward=forward)
         begins = action.computes and not forward and batch_of(i, plan) not in summed
         if begins and updates < len(summed):
-            yield window, Action(Kind.UPDATE, s)
+            yield window, Action(Kind.OPTIMIZER_STEP, s)
             updates += 1
         yield window, action
         if at in last.values():
-            yield window, Action(Kind.REDUCE, s)
+            yield window, Action(Kind.ALL_REDUCE, s)
             summed.add(batch_of(i, plan))
-    yield BATCHES, Action(Kind.UPDATE, row[-1].stage)
+    yield BATCHES, Action(Kind.OPTIMIZER_STEP, row[-1].stage)
 
 
 # --- what one rank carries out, window by window --------------------------------------------------
@@ -113,7 +113,7 @@ def _cut(row: Sequence[Action], plan: Plan) -> list[list[Action]]:
     return found
 
 
-_ADDED = (Kind.REDUCE, Kind.UPDATE)
+_ADDED = (Kind.ALL_REDUCE, Kind.OPTIMIZER_STEP)
 
 
 def _shared(proofs: Proofs, plan: Plan) -> list[Proofs]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gems.errors import PlanError, note
 from gems.model.costs import Costs, unit
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.schedule import greedy
 from gems.schedule.core import Schedule
 from gems.schedule.groups import project
@@ -56,7 +56,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
         _fits(one)
         return _order(one, costs, memory)
     _fits(lanes := plan.lanes())
-    if plan.schedule == ENDLESS:
+    if plan.schedule == ASYNCHRONOUS:
         return _alone(one)
     try:
         order = _order(lanes, costs, memory)

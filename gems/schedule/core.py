@@ -4,16 +4,16 @@ The text form is what one writes on a whiteboard, and it parses back:
 
     2F0      forward of stage 2, micro-batch 0            2B0     backward
     2I0      its input gradient                           2W0     its weight gradient
-    2R0      its forward once more, to have again what it did not keep for backward
-    2S0      store what it keeps for backward, on the host or on disk
-    2L0      load that again
+    2R0      recompute its forward, to have the activations that it did not save
+    2S0      store its activations, on the host or on disk
+    2L0      load them again
     2F0<1    post the receive of 2F0's input from stage 1
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
-    2R       sum the gradients of stage 2 over its holders
-    2G       gather its weights, of which each holder has a share (zero=3), or which are put away
-    2D       drop all but the own share again
-    2U       update its weights with the gradients that were summed last
+    2A       all-reduce the gradients of stage 2 over its replica group
+    2U       unshard its weights: all-gather them (zero=3), or fetch them from host or disk
+    2D       reshard them: drop all but the own shard
+    2O       optimizer step on its weights, with the gradients that were reduced last
     2F0@1    the same, in replica 1
 """
 
@@ -37,24 +37,24 @@ class Kind(str, Enum):
     INPUT = "I"
     WEIGHT = "W"
     RECOMPUTE = "R"
-    REDUCE = "+"  # written 2R, without a micro-batch
-    GATHER = "G"
-    DROP = "D"
-    UPDATE = "U"
+    ALL_REDUCE = "A"
+    UNSHARD = "U"
+    RESHARD = "D"
+    OPTIMIZER_STEP = "O"
     STORE = "S"
     LOAD = "L"
 
 
 # Of a stage, not of a micro-batch.
-WHOLE = {Kind.REDUCE: "R", Kind.GATHER: "G", Kind.DROP: "D", Kind.UPDATE: "U"}
+OF_STAGE = (Kind.ALL_REDUCE, Kind.UNSHARD, Kind.RESHARD, Kind.OPTIMIZER_STEP)
 AWAY = (Kind.STORE, Kind.LOAD)  # memory comes and goes, while other actions run
-TOGETHER = (Kind.REDUCE, Kind.GATHER)  # all holders of a stage take part
+TOGETHER = (Kind.ALL_REDUCE, Kind.UNSHARD)  # all holders of a stage take part
 
 
 class Fact(NamedTuple):
-    """Something that holds once an action is done: a stage's `output`, `stash` (if it had to be
-    recomputed), `gradient` or `weight`; that what it keeps is `stored`, or `loaded` again; or, of
-    all micro-batches, once all its holders have come to it: its weights are `gathered`, its
+    """Something that holds once an action is done: a stage's `output`, `activations` (if they were
+    recomputed), `gradient` or `weight`; that activations are `stored`, or `loaded` again; or, of
+    all micro-batches, once the whole replica group is through: its weights are `gathered`, its
     gradients `summed`."""
 
     what: str
@@ -83,15 +83,15 @@ class Action:
     peer: int = 0
 
     def __str__(self) -> str:
-        if self.kind in WHOLE:
-            return f"{self.stage}{WHOLE[self.kind]}"
+        if self.kind in OF_STAGE:
+            return f"{self.stage}{self.kind.value}"
         to = f"{self.way}{self.peer}" if self.way else ""
         at = f"@{self.replica}" if self.replica else ""
         return f"{self.stage}{self.kind.value}{self.micro_batch}{to}{at}"
 
     @cached_property
     def computes(self) -> bool:
-        return not self.way and self.kind not in WHOLE and self.kind not in AWAY
+        return not self.way and self.kind not in OF_STAGE and self.kind not in AWAY
 
     @property
     def message(self) -> Message:
@@ -103,7 +103,7 @@ class Action:
 
 LONGEST = 60  # characters of an action: numbers of a dozen digits
 SPELLED = re.compile(
-    r"(\d+)([FBIW]|[RSL](?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([RGDU])"
+    r"(\d+)([FBIW]|[RSL](?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([AUDO])"
 )
 
 
@@ -112,13 +112,13 @@ def parse_action(text: str) -> Action:
     if not match:
         raise ScheduleError(
             f"{short(text, 60)!r} is not an action; "
-            "write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1R or 1G"
+            "write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1A or 1U"
         )
     if len(text) > LONGEST:
         raise ScheduleError(f"{short(text, 60)!r} has numbers that no plan has; give smaller ones")
     stage, kind, micro_batch, way, peer, replica, whole, letter = match.groups()
     if whole:
-        return Action(next(k for k, spelled in WHOLE.items() if spelled == letter), int(whole))
+        return Action(Kind(letter), int(whole))
     return Action(
         Kind(kind), int(stage), int(micro_batch), int(replica or 0), way or "", int(peer or 0)
     )
@@ -170,16 +170,16 @@ def needs(action: Action, plan: Plan) -> tuple[Fact, ...]:
         return (Fact("output", s, i),)
     if action.kind is Kind.LOAD:
         return (Fact("stored", s, i),)
-    if action.kind in WHOLE:
+    if action.kind in OF_STAGE:
         return ()  # the ranks' own order decides; `check` sees to it that nothing comes after
     # So it does with what was stored: `check` sees to it that it is loaded in time.
-    own = "stash" if plan.recomputes(s, i) else "output"
+    own = "activations" if plan.recomputes(s, i) else "output"
     return (Fact(own, s, i), *(Fact("gradient", q, i) for q in plan.sinks[s]))
 
 
 GIVES = {
     Kind.FORWARD: ("output",),
-    Kind.RECOMPUTE: ("stash",),
+    Kind.RECOMPUTE: ("activations",),
     Kind.BACKWARD: ("gradient", "weight"),
     Kind.INPUT: ("gradient",),
     Kind.WEIGHT: ("weight",),
@@ -190,7 +190,7 @@ GIVES = {
 
 def gives(action: Action) -> tuple[Fact, ...]:
     """What holds once an action of a micro-batch is done."""
-    if action.way or action.kind in WHOLE:
+    if action.way or action.kind in OF_STAGE:
         return ()
     return tuple(Fact(what, action.stage, action.micro_batch) for what in GIVES[action.kind])
 
@@ -217,7 +217,7 @@ class Meetings:
         while heads:
             head = self.queues[heads.pop()][0]
             self.waiting[head] += 1
-            holders = self.plan.holders[head.stage]
+            holders = self.plan.replica_groups[head.stage]
             if self.waiting[head] == len(holders):
                 del self.waiting[head]
                 self.ended[head] += 1
@@ -235,7 +235,7 @@ class Meetings:
 def _meets(action: Action, plan: Plan) -> bool:
     """Whether it takes others: weights that are put away each rank fetches for itself, unless they
     are shared out as well."""
-    return action.kind in TOGETHER and (action.kind is not Kind.GATHER or plan.zero == 3)
+    return action.kind in TOGETHER and (action.kind is not Kind.UNSHARD or plan.zero == 3)
 
 
 def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
@@ -245,12 +245,12 @@ def awaits(action: Action, plan: Plan, summed: Sequence[int]) -> Action | None:
     stage's. Where gradients go once they are summed, a sum waits for the one before it, so that no
     more than one stage's are there as a whole.
     """
-    if action.kind is Kind.UPDATE:
-        return Action(Kind.REDUCE, action.stage)
-    if action.computes and (plan.zero == 3 or "weights" in plan.away):
-        return Action(Kind.GATHER, action.stage)
-    if action.kind is Kind.REDUCE and plan.frees_gradients and summed:
-        return Action(Kind.REDUCE, summed[-1])
+    if action.kind is Kind.OPTIMIZER_STEP:
+        return Action(Kind.ALL_REDUCE, action.stage)
+    if action.computes and (plan.zero == 3 or "weights" in plan.offloaded_state):
+        return Action(Kind.UNSHARD, action.stage)
+    if action.kind is Kind.ALL_REDUCE and plan.frees_gradients and summed:
+        return Action(Kind.ALL_REDUCE, summed[-1])
     return None
 
 
@@ -272,7 +272,7 @@ class Run:
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
         kinds = {action.kind for _, action in schedule}
-        waits = plan.frees_gradients or Kind.UPDATE in kinds
+        waits = plan.frees_gradients or Kind.OPTIMIZER_STEP in kinds
         self.meets = waits and not kinds.isdisjoint(TOGETHER)
         self.meetings = Meetings(plan)
         self.summed: list[list[int]] = [[] for _ in schedule.ranks]
@@ -305,12 +305,12 @@ class Run:
     def _concerned(self, action: Action) -> Iterator[int]:
         """The ranks that an action may have been waited for by."""
         for meeting in self.through:
-            yield from self.plan.holders[meeting.stage]
+            yield from self.plan.replica_groups[meeting.stage]
         if action.way == ">":
-            yield from self.plan.team_for(action.peer, action.micro_batch)
+            yield from self.plan.spatial_group_for(action.peer, action.micro_batch)
         elif action.computes and not self.lowered:
             for stage in (*self.plan.sources[action.stage], *self.plan.sinks[action.stage]):
-                yield from self.plan.team_for(stage, action.micro_batch)
+                yield from self.plan.spatial_group_for(stage, action.micro_batch)
 
     def head(self, rank: int) -> Action | None:
         """What a rank has come to; None if it is done."""
@@ -321,7 +321,7 @@ class Run:
         """The ranks that must do this together: messages and sums are every rank's own."""
         if not (self.cut and action.computes):
             return (rank,)
-        team = self.plan.team_for(action.stage, action.micro_batch)
+        team = self.plan.spatial_group_for(action.stage, action.micro_batch)
         return team if rank in team else (rank,)
 
     def _do(self, rank: int, action: Action) -> None:
@@ -333,14 +333,14 @@ class Run:
             self.posted[rank].add(action.message)
         elif self.meets and action.kind in TOGETHER:
             self.through += self.meetings.begin(rank, action)
-            if action.kind is Kind.REDUCE:
+            if action.kind is Kind.ALL_REDUCE:
                 self.summed[rank].append(action.stage)
 
     def missing(self, rank: int, action: Action) -> list[Fact]:
         facts = [fact for fact in needs(action, self.plan) if not self._holds(rank, fact, action)]
         meeting = awaits(action, self.plan, self.summed[rank]) if self.meets else None
         if meeting is not None and not self.meetings.over(rank, meeting):
-            what = "gathered" if meeting.kind is Kind.GATHER else "summed"
+            what = "gathered" if meeting.kind is Kind.UNSHARD else "summed"
             facts.append(Fact(what, meeting.stage, 0))
         return facts
 
@@ -348,7 +348,7 @@ class Run:
         if fact.stage == action.stage:
             return fact in self.known[rank]
         message = Message(fact.what, fact.stage, action.stage, fact.micro_batch)
-        for other in self.plan.team_for(fact.stage, fact.micro_batch):
+        for other in self.plan.spatial_group_for(fact.stage, fact.micro_batch):
             if other == rank or not self.lowered:
                 if fact not in self.known[other]:
                     return False

@@ -94,10 +94,14 @@ def shares(plan: Plan, costs: Costs | None) -> Shares:
 
     Where forward is recomputed this is what it leaves, and `recomputed` what comes on top.
     """
-    kept = _each(plan, lambda s, i: costs[s].stash if costs else 1.0)
+    kept = _each(plan, lambda s, i: costs[s].activations if costs else 1.0)
     if costs is None:
         kept = [[{s: 1 / len(part) for s in part} for part in row] for row in kept]
-    left = (lambda s: float(min(costs.received(s), costs[s].stash))) if costs else (lambda s: 0.0)
+    left = (
+        (lambda s: float(min(costs.received(s), costs[s].activations)))
+        if costs
+        else (lambda s: 0.0)
+    )
     return [
         [{s: left(s) if plan.recomputes(s, i) else n for s, n in part.items()} for i, part in row]
         for row in map(enumerate, kept)
@@ -110,7 +114,7 @@ def recomputed(plan: Plan, costs: Costs | None) -> Shares:
     def added(stage: int, stages: int) -> float:
         if costs is None:
             return 1 / stages
-        return max(costs[stage].stash - costs.received(stage), 0.0)
+        return max(costs[stage].activations - costs.received(stage), 0.0)
 
     return [
         [{s: added(s, len(p)) for s in p if plan.recomputes(s, i)} for i, p in enumerate(row)]
@@ -146,7 +150,7 @@ def best(plan: Plan, costs: Costs, memory: float | None = None) -> Schedule:
     Without a cap of the plan's or the caller's, memory is worth something all the same: the
     smallest cap within two per cent of the fastest is taken.
     """
-    caps = [plan.stashes] if plan.stashes else _caps(plan.micro_batches)
+    caps = [plan.max_in_flight] if plan.max_in_flight else _caps(plan.micro_batches)
     fastest = _fastest(plan, costs, caps.pop(), memory)
     good = 1.02 * fastest[0]
     while caps:  # more room is hardly ever slower, so halving finds the smallest that is enough
@@ -178,7 +182,7 @@ def least(plan: Plan, costs: Costs) -> float:
             beyond[s] = max(later, default=0.0)
     loads, begins, ends = ([value] * plan.ranks for value in (0.0, inf, inf))
     share, more = divmod(plan.micro_batches, plan.directions)
-    for direction, row in enumerate(plan.teams[: plan.directions]):
+    for direction, row in enumerate(plan.spatial_groups[: plan.directions]):
         for s, team in enumerate(row):
             for rank in team:
                 times = share + (direction < more)
@@ -333,7 +337,7 @@ class _Build:
         self.patience = patience
         counted = None if memory is None else costs
         pairs = zip(shares(plan, counted), recomputed(plan, counted), strict=True)
-        away = bool(plan.put_away("stash")) and not split
+        away = bool(plan.offloaded_to("activations")) and not split
         self.ranks = [
             _Rank(_rooms(r, *pair, samples, memory, away)) for r, pair in enumerate(pairs)
         ]

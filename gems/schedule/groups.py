@@ -25,6 +25,6 @@ def project(order: Schedule, lanes: Plan, plan: Plan, costs: Costs) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(plan.ranks)]
     # Those that start at the same time stay in the order in which they ran: sorting is stable.
     for action in sorted(starts, key=starts.__getitem__):
-        for rank in plan.team_of(action.stage, action.replica):
+        for rank in plan.spatial_group_of(action.stage, action.replica):
             rows[rank].append(action)
     return Schedule(tuple(map(tuple, rows)))

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-from gems.errors import ScheduleError, faults
-from gems.plans.plan import BATCHES, ENDLESS, Plan
+from gems.errors import ScheduleError, problems
+from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
 from gems.schedule.async_window import batch_of
 from gems.schedule.core import (
+    OF_STAGE,
     TOGETHER,
-    WHOLE,
     Action,
     Fact,
     Kind,
@@ -22,7 +22,7 @@ from gems.schedule.core import (
     gives,
 )
 
-ALL = ("output", "stash", "gradient", "weight")
+ALL = ("output", "activations", "gradient", "weight")
 
 
 def check(schedule: Schedule, plan: Plan) -> list[str]:
@@ -36,7 +36,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found = [*_wrong_work(schedule, plan)]
     if any(action.way for _, action in schedule):
         found += _wrong_messages(schedule, plan)
-    endless = given.schedule == ENDLESS
+    endless = given.schedule == ASYNCHRONOUS
     found += (_wrong_updates if endless else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
@@ -47,7 +47,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
 def require(schedule: Schedule, plan: Plan) -> Schedule:
     """The schedule itself, or one error with all its faults."""
     if found := check(schedule, plan):
-        raise ScheduleError(faults("this schedule cannot run:", found))
+        raise ScheduleError(problems("this schedule cannot run:", found))
     return schedule
 
 
@@ -58,7 +58,7 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """
     seen: Counter[tuple[Fact, int]] = Counter()
     for rank, action in schedule:
-        if action.kind in WHOLE and action.stage < plan.depth:
+        if action.kind in OF_STAGE and action.stage < plan.depth:
             continue
         if action.stage >= plan.depth or action.micro_batch >= plan.total:
             yield (
@@ -67,7 +67,7 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
             )
             continue
         replica = plan.replica_of(action.micro_batch)
-        team = plan.team_of(action.stage, replica)
+        team = plan.spatial_group_of(action.stage, replica)
         if action.replica != replica:
             yield f"rank {rank}: {action} belongs to replica {replica}, not {action.replica}"
         elif rank not in team:
@@ -75,16 +75,18 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
         home = team[0] if len(team) == 1 else rank
         seen.update((fact, home) for fact in gives(action))
     for stage, i, what in product(range(plan.depth), range(plan.total), ALL):
-        team = plan.team_for(stage, i)
+        team = plan.spatial_group_for(stage, i)
         for rank in team:
             times = seen[Fact(what, stage, i), rank]
             on = f" on rank {rank}" if len(team) > 1 else ""
-            if what == "stash" and not plan.recomputes(stage, i):
+            if what == "activations" and not plan.recomputes(stage, i):
                 if times:
                     again = Action(Kind.RECOMPUTE, stage, i, plan.replica_of(i))
                     yield f"{again}{on} has nothing to do: by the plan, stage {stage} keeps it all"
             elif times != 1:
-                yield f"the {what} of stage {stage}, micro-batch {i} is computed {times} times{on}"
+                verb = "are" if what == "activations" else "is"
+                which = f"stage {stage}, micro-batch {i}"
+                yield f"the {what} of {which} {verb} computed {times} times{on}"
 
 
 def _ranks(team: tuple[int, ...]) -> str:
@@ -122,7 +124,7 @@ def _messages(plan: Plan) -> dict[Message, Ends]:
     """What must travel in one step, and between which ranks."""
     found: dict[Message, Ends] = {}
     for i, (a, b) in product(range(plan.total), plan.chain):
-        here, there = plan.team_for(a, i), plan.team_for(b, i)
+        here, there = plan.spatial_group_for(a, i), plan.spatial_group_for(b, i)
         up = tuple(r for r in here if {r} != set(there))
         down = tuple(r for r in there if {r} != set(here))
         if up:
@@ -157,35 +159,35 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
     Collectives on one device pair up by order, so two ranks must not issue two of them crosswise.
     """
-    if not any(action.kind is Kind.REDUCE for _, action in schedule):
+    if not any(action.kind is Kind.ALL_REDUCE for _, action in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         done: set[int] = set()
         for step, action in enumerate(row):
             if action.computes and action.stage in done:
-                yield f"rank {rank}, step {step}: {action} comes after {action.stage}R"
-            if action.kind is Kind.REDUCE:
+                yield f"rank {rank}, step {step}: {action} comes after {action.stage}A"
+            if action.kind is Kind.ALL_REDUCE:
                 if action.stage in done:
                     yield f"rank {rank}, step {step}: a second {action}"
                 done.add(action.stage)
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: one rank speaks for all that share its own.
-    together = TOGETHER if plan.zero == 3 else (Kind.REDUCE,)  # others fetch for themselves
+    together = TOGETHER if plan.zero == 3 else (Kind.ALL_REDUCE,)  # others fetch for themselves
     orders = [tuple(a for a in row if a.kind in together) for row in schedule.ranks]
     speakers = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(speakers.items(), key=lambda kv: kv[1]), 2):
         stages = {x.stage for x in one} & {x.stage for x in other}
         mine, theirs = ([x for x in order if x.stage in stages] for order in (one, other))
         if mine != theirs:
-            gather = " and gather" if any(x.kind is Kind.GATHER for x in mine) else ""
+            gather = " and gather" if any(x.kind is Kind.UNSHARD for x in mine) else ""
             yield f"ranks {a} and {b} reduce{gather} stages {sorted(stages)} in different orders"
 
 
 def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Of 2BW: each batch's gradients are summed when they are complete, and make an update before
     the next batch adds to them, and before the next but one reads the weights."""
-    if not any(action.kind in WHOLE for _, action in schedule):
+    if not any(action.kind in OF_STAGE for _, action in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         left = Counter(
@@ -194,11 +196,11 @@ def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
         sums = updates = 0
         for step, action in enumerate(row):
             at, batch = f"rank {rank}, step {step}: {action}", batch_of(action.micro_batch, plan)
-            if action.kind is Kind.REDUCE:
+            if action.kind is Kind.ALL_REDUCE:
                 if left[sums]:
                     yield f"{at} comes before {left[sums]} backwards of batch {sums}"
                 sums += 1
-            elif action.kind is Kind.UPDATE:
+            elif action.kind is Kind.OPTIMIZER_STEP:
                 updates += 1
                 if updates > sums:
                     yield f"{at} has no sum of gradients before it"
@@ -214,25 +216,25 @@ def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
 def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Where weights are shared out, a stage's are gathered when it runs, and dropped at the end."""
-    lowered = any(a.way or a.kind in WHOLE for _, a in schedule)
+    lowered = any(a.way or a.kind in OF_STAGE for _, a in schedule)
     for rank, row in enumerate(schedule.ranks):
         here: set[int] = set()
         for step, action in enumerate(row):
             s = action.stage
             shared = s < plan.depth and plan.gathers(s)
             at = f"rank {rank}, step {step}: {action}"
-            if action.kind in (Kind.GATHER, Kind.DROP):
+            if action.kind in (Kind.UNSHARD, Kind.RESHARD):
                 if not shared or s not in plan.stages_on[rank]:
                     yield (
                         f"{at} has nothing to do: no weights of stage {s} are shared out or put "
                         "away there"
                     )
-                elif (action.kind is Kind.GATHER) == (s in here):
+                elif (action.kind is Kind.UNSHARD) == (s in here):
                     state = "here already" if s in here else "not here"
                     yield f"{at}, but the weights of stage {s} are {state}"
                 here ^= {s}
             elif lowered and shared and action.computes and s not in here:
-                yield f"{at} has no weights; it wants {Action(Kind.GATHER, s)} before it"
+                yield f"{at} has no weights; it wants {Action(Kind.UNSHARD, s)} before it"
         if here:
             yield f"rank {rank} never drops the weights of stages {sorted(here)}"
 
@@ -245,7 +247,7 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
             key, at = (action.stage, action.micro_batch), f"rank {rank}, step {step}: {action}"
             was = state.get(key, "")
             if action.kind is Kind.STORE:
-                if not plan.put_away("stash"):
+                if not plan.offloaded_to("activations"):
                     yield f"{at} has nothing to do: by the plan, what is kept for backward stays"
                 elif was:
                     yield f"{at}, but it is {was} already"
@@ -263,24 +265,24 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
 def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Eager updates: each stage's once, when its gradients are summed; else the step's end is."""
-    if not any(a.kind is Kind.REDUCE for _, a in schedule):
+    if not any(a.kind is Kind.ALL_REDUCE for _, a in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         summed: set[int] = set()
         updated: set[int] = set()
         for step, action in enumerate(row):
             at = f"rank {rank}, step {step}: {action}"
-            if action.kind is Kind.REDUCE:
+            if action.kind is Kind.ALL_REDUCE:
                 summed.add(action.stage)
-            elif action.kind is Kind.UPDATE:
-                if plan.updates != "eager":
-                    yield f"{at} is not the plan's, whose updates are {plan.updates}"
+            elif action.kind is Kind.OPTIMIZER_STEP:
+                if plan.optimizer_step != "eager":
+                    yield f"{at} is not the plan's, whose optimizer_step is {plan.optimizer_step!r}"
                 elif action.stage not in summed:
-                    yield f"{at} comes before {action.stage}R"
+                    yield f"{at} comes before {action.stage}A"
                 elif action.stage in updated:
                     yield f"{at} is the second of its stage"
                 updated.add(action.stage)
-        if plan.updates == "eager" and updated != (mine := set(plan.stages_on[rank])):
+        if plan.optimizer_step == "eager" and updated != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} updates stages {sorted(updated)} but holds {sorted(mine)}"
 
 
@@ -308,10 +310,10 @@ def _absent(run: Run, rank: int) -> Iterator[str]:
 
 def _spell(fact: Fact, waiting: Action) -> str:
     if fact.what in ("gathered", "summed"):
-        kind = Kind.GATHER if fact.what == "gathered" else Kind.REDUCE
+        kind = Kind.UNSHARD if fact.what == "gathered" else Kind.ALL_REDUCE
         return f"{Action(kind, fact.stage)} on all its ranks"
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
-    kinds = {"output": Kind.FORWARD, "stash": Kind.RECOMPUTE, "gradient": back}
+    kinds = {"output": Kind.FORWARD, "activations": Kind.RECOMPUTE, "gradient": back}
     kinds["stored"] = Kind.STORE
     kind = kinds.get(fact.what, Kind.WEIGHT)
     return str(Action(kind, fact.stage, fact.micro_batch, waiting.replica))

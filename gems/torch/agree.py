@@ -32,7 +32,7 @@ def together(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]
     except Exception as error:
         failure, said = error, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         told = (False, CheckpointError.__name__, f"{doing} failed on rank {transport.rank}: {said}")
-    outcomes = transport.gather(told)
+    outcomes = transport.all_gather_object(told)
     for good, *rest in outcomes:
         if not good:
             kind, message = rest

@@ -65,10 +65,10 @@ def agree(transport: Transport, claim: Claim) -> None:
     row = claim.row()
     table = torch.zeros(transport.world, len(row), dtype=torch.int64)
     table[transport.rank] = torch.tensor(row)
-    transport.add_up(table.view(-1), tuple(range(transport.world))).wait()
+    transport.all_reduce(table.view(-1), tuple(range(transport.world))).wait()
     if bool((table == table[0]).all()):
         return
-    raise difference(transport.gather(claim.words()), transport.rank)
+    raise difference(transport.all_gather_object(claim.words()), transport.rank)
 
 
 def difference(claims: Sequence[Any], rank: int) -> GemsError:
@@ -152,14 +152,14 @@ def attempt(transport: Transport, work: Callable[[], Any]) -> list[Any]:
         raise
     except Exception as error:
         failure, outcome = error, f"failed: {error}"
-    outcomes = transport.gather(outcome)
+    outcomes = transport.all_gather_object(outcome)
     if failure is not None:
         raise failure
-    refuse_failed(outcomes)
+    reject_failed(outcomes)
     return outcomes
 
 
-def refuse_failed(outcomes: Sequence[Any]) -> None:
+def reject_failed(outcomes: Sequence[Any]) -> None:
     """Raise what the first rank that failed came with instead of an outcome."""
     for rank, outcome in enumerate(outcomes):
         if isinstance(outcome, str) and outcome.startswith("failed"):

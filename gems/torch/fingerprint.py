@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry.box import Box
 from gems.torch.runtime.microbatch import Lazy
 from gems.torch.runtime.rng import key
-from gems.torch.tracing.calls import Attr, Call, Ref, is_place
+from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder
 from gems.torch.tracing.trace import Trace
 
 Tensor = torch.Tensor
@@ -113,7 +113,7 @@ def of_model(traced: Trace, model: nn.Module) -> int:
     modules = dict(model.named_modules())
 
     def spelled(call: Call) -> Any:
-        leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_place)
+        leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_placeholder)
         settings = modules[call.module].extra_repr() if call.module in modules else ""
         return call.name, call.reads, settings, [_argument(x) for x in leaves]
 

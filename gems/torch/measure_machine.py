@@ -19,7 +19,7 @@ from gems.hardware import Device, Link, Machine
 from gems.plans.plan import Plan
 from gems.torch.launch import loopback
 from gems.torch.offload.stores import Disk
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.trainer import Trainer
 from gems.transport.torch_distributed import TorchDist
 
@@ -135,7 +135,7 @@ def _exchange(rank: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     transport = TorchDist(leave=dist.destroy_process_group)
-    team, work, found = Team((2,), (0, 1), rank, transport), torch.randn(512, 512), []
+    team, work, found = SpatialGroup((2,), (0, 1), rank, transport), torch.randn(512, 512), []
     for size in (SMALL, LARGE):
         mine, waits = torch.zeros(size, dtype=torch.uint8), 0.0
         for _ in range(EXCHANGES):
@@ -146,5 +146,5 @@ def _exchange(rank: int, folder: str) -> None:
         found.append(waits / EXCHANGES)
     if rank == 0:
         (Path(folder) / "seconds").write_text(" ".join(map(str, found)))
-    transport.gather(rank)
+    transport.all_gather_object(rank)
     transport.close()

@@ -21,7 +21,7 @@ from gems.planner.assign import stages, written
 from gems.planner.explain import chosen, explain
 from gems.planner.recompute_selection import fitted
 from gems.planner.search import Wish, search
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.stage_costs import price
 from gems.predict.state_bytes import needed, share
 from gems.schedule.build import lowered
@@ -79,8 +79,8 @@ def set_up(
         traced = replace(traced, graph=with_halos(traced, model))
     blocks = _block_costs(costs, traced, model, where, planned=not isinstance(plan, Plan))
     plan = plan if isinstance(plan, Plan) else _chosen(traced, blocks, where)
-    _refuse_misfits(plan, where.transport.world)
-    _refuse_whole(plan, traced, model)
+    _reject_misfits(plan, where.transport.world)
+    _reject_whole(plan, traced, model)
     stage_of = stages(plan, traced.graph, blocks, where.memory)
     plan = written(plan, traced.graph, stage_of)
     limit = where.machine.device.memory if where.memory is None else where.memory
@@ -109,7 +109,7 @@ def _block_costs(
         costs = "measure" if where.device.type == "cuda" or planned else "estimate"
     if costs == "measure":
         # All at once: what a rank takes depends on what the others of its host are doing.
-        found = where.transport.gather(measure(traced, model, where.device))
+        found = where.transport.all_gather_object(measure(traced, model, where.device))
         if failed := [rank for rank, mine in enumerate(found) if not isinstance(mine, Costs)]:
             raise PeerError(f"rank {failed[0]} could not measure the model: {found[failed[0]]}")
         return mean(found)
@@ -126,20 +126,20 @@ def _chosen(traced: Trace, blocks: Costs, where: Surroundings) -> Plan:
     return best.plan
 
 
-def _refuse_misfits(plan: Plan, world: int) -> None:
+def _reject_misfits(plan: Plan, world: int) -> None:
     if plan.world != world:
         raise PlanError(
             f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
             f", but {world} were started; start {plan.world}, or change the plan"
         )
-    if plan.zero and all(len(holders) == 1 for holders in plan.holders):
+    if plan.zero and all(len(holders) == 1 for holders in plan.replica_groups):
         raise PlanError(
             f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
             "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
         )
 
 
-def _refuse_whole(plan: Plan, traced: Trace, model: nn.Module) -> None:
+def _reject_whole(plan: Plan, traced: Trace, model: nn.Module) -> None:
     if "" in traced.record.leaves and plan.depth > 1:
         raise PlanError(
             f"this plan has {plan.depth} stages, but {type(model).__name__} runs as one block: its "
@@ -151,31 +151,31 @@ def _refuse_whole(plan: Plan, traced: Trace, model: nn.Module) -> None:
 def _ordered(schedule: Schedule | None, plan: Plan, costs: Costs, memory: float | None) -> Schedule:
     """The plan's own order, or the one that was given, as ranks carry it out; proven."""
     if schedule is None:
-        found = lowered(plan, costs, _stash_limit(plan, costs, memory))
-    elif plan.schedule == ENDLESS:
+        found = lowered(plan, costs, _activation_limit(plan, costs, memory))
+    elif plan.schedule == ASYNCHRONOUS:
         raise PlanError("schedule '2bw' repeats its own windows; leave out schedule=...")
     elif any(action.way for _, action in schedule):
         found = require(schedule, plan)
     else:
         one = plan.one_copy()
         found = require(lower(require(recompute(schedule, one), one), plan), plan)
-    wanted = plan.put_away("stash")
+    wanted = plan.offloaded_to("activations")
     if wanted and not any(action.kind is Kind.STORE for _, action in found):
         raise PlanError(
-            f"offload='stash:{wanted}' puts away what waits for its backward while a rank does "
-            f"{BETWEEN} other things or more, and in this schedule nothing waits so long; use "
-            "more micro-batches, more stages on a rank, or leave it out"
+            f"offload='activations:{wanted}' stores activations that wait for their backward while "
+            f"a rank runs {BETWEEN} other actions or more, and in this schedule none wait so long; "
+            "use more micro-batches, more stages on a rank, or remove offload"
         )
     return found
 
 
-def _stash_limit(plan: Plan, costs: Costs, memory: float | None) -> float | None:
+def _activation_limit(plan: Plan, costs: Costs, memory: float | None) -> float | None:
     """What `memory` leaves for backward on the rank with most weights."""
     if memory is None:
         return None
-    if plan.zero or plan.away:
+    if plan.zero or plan.offloaded_state:
         shares = [
-            [share(costs[s], plan.zero, plan.sharers(s), away=plan.away) for s in on]
+            [share(costs[s], plan.zero, plan.shard_count(s), away=plan.offloaded_state) for s in on]
             for on in plan.stages_on
         ]
         return memory - max(needed(mine, 2.0) for mine in shares)

@@ -19,7 +19,7 @@ from gems import hardware as machines
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.model.costs import Costs
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Memory, Timeline, merged
 from gems.schedule.core import Schedule
@@ -34,7 +34,7 @@ from gems.torch.consensus import (
     attempt,
     difference,
     listed,
-    refuse_failed,
+    reject_failed,
 )
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import device_for
@@ -65,19 +65,19 @@ from gems.torch.state.ownership import (
     Unmade,
     keep_only,
     load_state,
-    minders,
     named_weights,
     ownership,
-    refuse_unordered,
+    reject_unordered,
+    stats_owners,
     unordered,
     whole_state,
 )
 from gems.torch.state.replicate import replicate
 from gems.torch.state.rollback import Rollback
-from gems.torch.state.sharded_optimizer import share_out
+from gems.torch.state.sharded_optimizer import shard_optimizer
 from gems.torch.state.sparse_gradients import dense, embeddings, reject_rows, square
 from gems.torch.tracing.trace import as_module
-from gems.transport.protocol import Done, Handle, Transport
+from gems.transport.protocol import Done, Transport, Work
 
 log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -220,18 +220,18 @@ class Trainer:
         if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
                 f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
-                "on disk; say what with Plan(offload='stash:disk'), or leave the folder out"
+                "on disk; say what with Plan(offload='activations:disk'), or leave the folder out"
             )
-        self._refuse_eager(plan)
+        self._reject_eager(plan)
         self.owned = ownership(traced.graph, stage_of, plan)
-        self.minders = minders(self.model, traced, stage_of, self.owned, plan)
+        self.stats_owners = stats_owners(self.model, traced, stage_of, self.owned, plan)
         self.loss_weights = parameters_of(self.loss, self.model) if self.trains else {}
         self.owned = with_loss(self.owned, self.loss_weights, plan)
         self.leaves_of_loss = Leaves(self.model)
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
-        free = free_buffers(traced.record, self.model) if plan.schedule != ENDLESS else ()
-        refuse_unordered(self.model, traced, self.owned, self.unordered, free)
+        free = free_buffers(traced.record, self.model) if plan.schedule != ASYNCHRONOUS else ()
+        reject_unordered(self.model, traced, self.owned, self.unordered, free)
         if self.on_disk:
             lean()
         unmade = keep_only(
@@ -243,16 +243,16 @@ class Trainer:
             initialize,
             later=self._put_away_names(),
         )
-        last = self.rank in plan.holders[plan.depth - 1]
+        last = self.rank in plan.replica_groups[plan.depth - 1]
         device = self.device if last else torch.device("meta")
         self.loss_weights = place(self.loss, self.loss_weights, device)
         self._agree_on_start(same_model, sample)
         self._connect(unmade)
-        self.endless = Run(self) if plan.schedule == ENDLESS else None
+        self.endless = Run(self) if plan.schedule == ASYNCHRONOUS else None
         if self.on_disk:
             trim()
         self.adapter.remember(sample, traced)
-        self._refuse_nothing_shared()
+        self._reject_nothing_shared()
 
     def _agree_on_start(self, model: int, sample: Any) -> None:
         """Before anything depends on it. A rank that failed meets the others here, too."""
@@ -266,27 +266,29 @@ class Trainer:
             "loss": _named(self.loss),
             "regularizer": _named(self.regularizer),
         }
-        claims = self.transport.gather(Claim("Trainer", model=model, settings=same).words())
-        refuse_failed(claims)
+        claims = self.transport.all_gather_object(
+            Claim("Trainer", model=model, settings=same).words()
+        )
+        reject_failed(claims)
         if any(claim != claims[0] for claim in claims):
             raise difference(claims, self.rank)
 
-    def _refuse_nothing_shared(self) -> None:
+    def _reject_nothing_shared(self) -> None:
         (cut,) = self.adapter.cuts.values()
-        if self.plan.share_inputs and not cut.shared():
+        if self.plan.partition_activations and not cut.shared():
             raise PlanError(
-                "share_inputs divides what every rank of a team keeps as a whole, but all that the "
-                "cut stages keep to compute from it again is cut already, like the image; leave it "
-                "out"
+                "partition_activations shards the inputs that a spatial group saves whole, but all "
+                "that its stages save to recompute from is in tiles already, like the image; "
+                "remove it"
             )
 
-    def _refuse_eager(self, plan: Plan) -> None:
+    def _reject_eager(self, plan: Plan) -> None:
         wants = {"clip": self.clip is not None, "precision='fp16'": self.precision == "fp16"}
-        if plan.updates == "eager" and any(wants.values()):
+        if plan.optimizer_step == "eager" and any(wants.values()):
             what = " and ".join(name for name, is_so in wants.items() if is_so)
             raise PlanError(
-                f"updates='eager' updates a stage before the others have their gradients, and "
-                f"{what} must see all of them first; use updates='late', or leave it out"
+                "optimizer_step='eager' updates a stage before the others have their gradients, "
+                f"and {what} must see all of them first; use optimizer_step='end', or remove {what}"
             )
 
     def _check_options(self, sample: Any) -> None:
@@ -305,7 +307,7 @@ class Trainer:
 
     def _put_away_names(self) -> set[str]:
         """Of weights that this rank does not have but while a stage runs."""
-        if not self.plan.put_away("weights"):
+        if not self.plan.offloaded_to("weights"):
             return set()
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
@@ -320,12 +322,14 @@ class Trainer:
             for schedule, numbered in zip(rows, (plan.unrolled, plan), strict=True)
             for rank, a in schedule
             if a.way == ">"
-            for other in numbered.team_for(a.peer, a.micro_batch)
+            for other in numbered.spatial_group_for(a.peer, a.micro_batch)
             if other != rank
         }
-        teams = {team for row in plan.teams for team in row}
+        teams = {team for row in plan.spatial_groups for team in row}
         links |= {(a, b, CHANNEL) for team in teams for a in team for b in team if a != b}
-        groups = set(plan.holders) | {self.owned.holders[n] for n in self.owned.tied()}
+        groups = set(plan.replica_groups) | {
+            self.owned.replica_groups[n] for n in self.owned.tied()
+        }
         transport.prepare(sorted(groups), sorted(links))
         replicate(named_weights(self.model) | self.loss_weights, self._held_by(), transport)
         for p in (
@@ -347,7 +351,7 @@ class Trainer:
             machine=self.machine,
             transport=transport,
             leaves=self.leaves,
-            stash=self._store("stash"),
+            activations=self._store("activations"),
             unmade=unmade,
             home=self._store("weights"),
             loss_weights=self.loss_weights,
@@ -356,18 +360,18 @@ class Trainer:
         if self.regularizer is not None:
             self.adapter.penalty = Penalty(self.regularizer, self.owned, self.adapter.weights)
         self.adapter.wants_norm = self.clip is not None or self.precision == "fp16"
-        if plan.schedule != ENDLESS:
+        if plan.schedule != ASYNCHRONOUS:
             early = self._update_early
             self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
 
     def _held_by(self) -> dict[str, tuple[int, ...]]:
         """The holders of what this rank has."""
-        return {n: ranks for n, ranks in self.owned.holders.items() if self.rank in ranks}
+        return {n: ranks for n, ranks in self.owned.replica_groups.items() if self.rank in ranks}
 
     def _store(self, what: str) -> Store | None:
         """Where something is while it is put away; None if it stays."""
-        if not (place := self.plan.put_away(what)):
+        if not (place := self.plan.offloaded_to(what)):
             return None
         self.stores.append(store(place, self.device, self.offload_folder))
         return self.stores[-1]
@@ -380,7 +384,7 @@ class Trainer:
         self._meet("forecast")
         state = self.adapter.size(self.adapter.state())
         trained = self.adapter.size(list(self._stepped().values()))
-        states = self.transport.gather(state / trained if trained else 0.0)
+        states = self.transport.all_gather_object(state / trained if trained else 0.0)
         return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
 
     def _prepare_updates(
@@ -396,7 +400,7 @@ class Trainer:
         if self.optimizer is None:
             return {"kinds": "none"}
         stepped = self._stepped().items()
-        several = {id(p): n for n, p in stepped if len(self.owned.holders[n]) > 1}
+        several = {id(p): n for n, p in stepped if len(self.owned.replica_groups[n]) > 1}
         return {
             "kinds": f"{_named(self.optimizer)}, {_named(self.scheduler)}",
             "groups": len(self.optimizer.param_groups),
@@ -438,21 +442,21 @@ class Trainer:
         mine = self.parameters() or [nn.Parameter(torch.zeros(0, device=self.device))]
         optimizer = make(mine)
         shards = {n for shard in self.adapter.shards.values() for n in shard.parameters}
-        alone = {n for n, ranks in self.owned.holders.items() if ranks == (self.rank,)}
+        alone = {n for n, ranks in self.owned.replica_groups.items() if ranks == (self.rank,)}
         reject_rows(optimizer, [n for n in embeddings(self.model) if n in shards or n not in alone])
-        share_out(optimizer, self.adapter.shards.values(), self.plan.zero)
+        shard_optimizer(optimizer, self.adapter.shards.values(), self.plan.zero)
         return optimizer
 
     def _make_updates(self) -> Updates | None:
         """Stage by stage, where something is put away or updates are eager."""
-        late = not self.plan.away and self.plan.updates == "late"
+        late = not self.plan.offloaded_state and self.plan.optimizer_step == "end"
         if self.optimizer is None or late:
             return None
         place = self.adapter.home
         if place is None:
             place = self._store("optimizer")
             self.adapter.stores += [] if place is None else [place]
-        elif self.plan.put_away("weights") == "host":
+        elif self.plan.offloaded_to("weights") == "host":
             place = None  # the state comes to be there by itself
         stepped, stages = self._stepped(), self.plan.stages_on[self.rank]
         parts = {s: [stepped[n] for n in self.owned.only(s) if n in stepped] for s in stages}
@@ -487,7 +491,7 @@ class Trainer:
 
     def step(self, inputs: Any, targets: Any = None) -> Step:
         """One step on the whole batch, given to every rank; updates when its window is full."""
-        self.refuse_unusable()
+        self.reject_unusable()
         if self.loss is None or self.optimizer is None:
             raise GemsError("this trainer has no loss or no optimizer; it can only predict")
         if self.endless is not None:
@@ -502,7 +506,7 @@ class Trainer:
         update = self.adapter.update
         try:
             self._local = self.engine.step(self.steps)
-            self.adapter.settle_alone()
+            self.adapter.finish_running_stats()
             self.window += batch.samples
             self.steps += 1
             loss, norm, interrupted = self._agree_on_loss(update)
@@ -558,7 +562,7 @@ class Trainer:
         before the step; others cannot know how far their peers came."""
         before.undo(self)
         alone = self.transport.world == 1 and self.updates is None and not self.adapter.shards
-        if not alone or self.adapter.store_of_stash is not None:
+        if not alone or self.adapter.activation_store is not None:
             self.failed = error
 
     def flush(self) -> Step | None:
@@ -609,7 +613,7 @@ class Trainer:
 
     def _meet(self, call: str, **facts: Any) -> None:
         """All ranks must make this call."""
-        self.refuse_unusable()
+        self.reject_unusable()
         agree(self.transport, Claim(call, progress=self._progress(), settings=facts))
 
     def _agree_on_loss(self, update: bool) -> tuple[float, float, bool]:
@@ -621,7 +625,7 @@ class Trainer:
         mine = self._square_norm() if wants_norm else 0.0
         told = self.interrupt is not None and self.interrupt.wanted
         parts = torch.tensor([self.adapter.weighted_loss(), mine, told], dtype=torch.float64)
-        self.transport.add_up(parts, tuple(range(self.transport.world))).wait()
+        self.transport.all_reduce(parts, tuple(range(self.transport.world))).wait()
         loss, square, tellings = parts.tolist()
         return loss, math.sqrt(square) if square >= 0 else math.nan, tellings > 0
 
@@ -636,7 +640,7 @@ class Trainer:
                 continue
             gradient = torch.zeros_like(p) if p.grad is None else dense(p.grad)
             flat = torch.cat((gradient.reshape(-1), gradient.new_tensor([p.grad is not None])))
-            self.transport.add_up(flat, self.owned.holders[name]).wait()
+            self.transport.all_reduce(flat, self.owned.replica_groups[name]).wait()
             p.grad = restored(flat[:-1], p) if flat[-1].item() else None
 
     def _square_norm(self) -> float:
@@ -644,7 +648,9 @@ class Trainer:
         total = 0.0
         shards = self.adapter.shards.values()
         pieces = {n for shard in shards if shard.level for n in shard.pieces}
-        counted = pieces | {n for n, ranks in self.owned.holders.items() if ranks[0] == self.rank}
+        counted = pieces | {
+            n for n, ranks in self.owned.replica_groups.items() if ranks[0] == self.rank
+        }
         for name, p in self._stepped().items():
             if p.grad is not None and name in counted:
                 total += square(p.grad)
@@ -664,7 +670,7 @@ class Trainer:
             factor *= self.clip / (norm + 1e-6)
         if self.updates is not None:
             for stage in self.updates.left():
-                here = self.adapter.standing()
+                here = self.adapter.resident_memory()
                 self._count_update(here, self.updates.step(stage, factor))
         else:
             if factor != 1.0:
@@ -676,7 +682,7 @@ class Trainer:
         self._gather_updated()
         return True
 
-    def _update_early(self, stage: int) -> tuple[int, Handle]:
+    def _update_early(self, stage: int) -> tuple[int, Work]:
         """A stage's gradients are complete, and its update need not wait for the others'."""
         assert self.updates is not None
         if not self.adapter.update:  # more calls will add to these gradients
@@ -731,7 +737,7 @@ class Trainer:
 
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, for a whole batch, on every rank's host."""
-        self.refuse_unusable()
+        self.reject_unusable()
         self.flush()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -764,15 +770,15 @@ class Trainer:
 
         All ranks must call it.
         """
-        self.refuse_unusable()
+        self.reject_unusable()
         self.flush()
         self._meet("state_dict")
-        with self.adapter.whole_weights():
+        with self.adapter.unsharded_weights():
             return whole_state(
                 self.model,
                 self.owned,
                 self.first_name,
-                self.minders,
+                self.stats_owners,
                 self.transport,
                 self.adapter.copy,
             )
@@ -780,21 +786,21 @@ class Trainer:
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
         """The trainable parameters of a loss that is an nn.Module, by their names in it, on every
         rank, in host memory; checkpoints have them too. All ranks must call it."""
-        self.refuse_unusable()
+        self.reject_unusable()
         self.flush()
         self._meet("loss_state_dict")
-        with self.adapter.whole_weights():
+        with self.adapter.unsharded_weights():
             weights, copy = self.loss_weights, self.adapter.copy
             return whole_loss_state(weights, self.owned, self.transport, copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
         from a file. All ranks must call it, with the same."""
-        self.refuse_unusable()
+        self.reject_unusable()
         self.flush()
         same = fingerprint.of_batch(dict(state), thorough=False)
         self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
-        with self.adapter.whole_weights(fetched=False):
+        with self.adapter.unsharded_weights(fetched=False):
             held, put = self.owned.on(self.rank), self.adapter.put
             load_state(self.model, state, held, self.first_name, put)
         if self.endless is not None:
@@ -814,10 +820,10 @@ class Trainer:
             save_load as checkpoint,  # loads DCP, for which those who do not save need not wait
         )
 
-        self.refuse_unusable()
+        self.reject_unusable()
         self.flush()
         self._meet("save")
-        with self.adapter.whole_weights():
+        with self.adapter.unsharded_weights():
             return checkpoint.save(self, path, extra, keep)
 
     def load(self, path: str | Path, *, strict: bool = True) -> Any:
@@ -831,10 +837,10 @@ class Trainer:
         """
         from gems.torch.checkpoint import save_load as checkpoint
 
-        self.refuse_unusable()
+        self.reject_unusable()
         self.flush()
         self._meet("load")
-        with self.adapter.whole_weights():
+        with self.adapter.unsharded_weights():
             return checkpoint.load(self, path, strict)
 
     def export(self, path: str | Path) -> Path:
@@ -849,7 +855,7 @@ class Trainer:
         together(self.transport, f"writing {path}", written)
         return path
 
-    def refuse_unusable(self) -> None:
+    def reject_unusable(self) -> None:
         """Raise if this trainer failed in a way that it cannot go on from."""
         if self.failed is not None:
             raise GemsError(
@@ -863,7 +869,7 @@ class Trainer:
         if self._local is None:
             raise GemsError("nothing has run yet; call step first")
         self._meet("timeline")
-        return merged(self.transport.gather(self._local))
+        return merged(self.transport.all_gather_object(self._local))
 
     @property
     def peak(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 Link = tuple[int, int, int]  # source, target, channel
 
 
-class Handle(Protocol):
+class Work(Protocol):
     """Something under way."""
 
     def wait(self) -> None:
@@ -31,26 +31,26 @@ class Transport(Protocol):
         """Set up what will be used; all ranks call it with the same arguments."""
         ...
 
-    def send(self, buffer: Any, target: int, channel: int = 0) -> Handle: ...
+    def isend(self, buffer: Any, target: int, channel: int = 0) -> Work: ...
 
-    def receive(self, buffer: Any, source: int, channel: int = 0) -> Handle: ...
+    def irecv(self, buffer: Any, source: int, channel: int = 0) -> Work: ...
 
-    def add_up(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+    def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         """Sum `buffer` over `ranks`, in place, the same bits on all of them."""
         ...
 
-    def scatter_sum(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+    def reduce_scatter(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         """Sum `buffer`, whose length is a multiple of the ranks', so that each of them has its own
         part of the sum, in its place; the other parts are nobody's business after that."""
         ...
 
-    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         """Fill `buffer`, whose length is a multiple of the ranks', with each one's own part."""
         ...
 
     def broadcast(self, buffer: Any, source: int) -> None: ...
 
-    def gather(self, thing: Any) -> list[Any]:
+    def all_gather_object(self, thing: Any) -> list[Any]:
         """What every rank gave, on every rank. For small things."""
         ...
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gems.errors import GemsError, PeerError
 from gems.transport.encoding import pack, unpack_all
-from gems.transport.protocol import Done, Handle, Link, own_part
+from gems.transport.protocol import Done, Link, Work, own_part
 
 Finish = Callable[[list[Any]], Any]
 
@@ -132,21 +132,21 @@ class Local:
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
         return None
 
-    def send(self, buffer: Any, target: int, channel: int = 0) -> Handle:
+    def isend(self, buffer: Any, target: int, channel: int = 0) -> Work:
         with self.shared.changed:
             self.shared.mail[self.rank, target, channel].append(buffer.clone())
             self.shared.changed.notify_all()
         return Done()
 
-    def receive(self, buffer: Any, source: int, channel: int = 0) -> Handle:
+    def irecv(self, buffer: Any, source: int, channel: int = 0) -> Work:
         return _Arrival(self, buffer, source, channel)
 
-    def add_up(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+    def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
         return _Meeting(self, buffer, ranks, lambda parts: buffer.copy_(_added(parts)))
 
-    def scatter_sum(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+    def reduce_scatter(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
 
@@ -156,7 +156,7 @@ class Local:
 
         return _Meeting(self, buffer, ranks, finish)
 
-    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Handle:
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
 
@@ -170,7 +170,7 @@ class Local:
         things = self._brought(buffer.clone() if self.rank == source else None)
         buffer.copy_(things[source])
 
-    def gather(self, thing: Any) -> list[Any]:
+    def all_gather_object(self, thing: Any) -> list[Any]:
         """By way of bytes, so that a thread sees what a process would see."""
         return [thing] if self.world == 1 else unpack_all(self._brought(pack(thing)))
 

@@ -38,7 +38,7 @@ from gems.errors import PeerError
 from gems.transport.board import CLOSED, ENDED, FAILED, LOST, StoreBoard
 from gems.transport.encoding import MOST, pack, unpack_all
 from gems.transport.heartbeat import AGAIN, Heartbeat
-from gems.transport.protocol import Done, Handle, Link, own_part
+from gems.transport.protocol import Done, Link, Work, own_part
 from gems.transport.sockets import hang_up, open_sockets, strangers
 
 # As torch calls them since 2.13, or did before.
@@ -156,7 +156,7 @@ class TorchDist:
         # A new group waits for its members without noticing that one died, or failed and is
         # elsewhere: first see that all have come here, to prepare the same.
         mine = (tuple(groups), tuple(links))
-        for rank, theirs in enumerate(self.gather(mine)):
+        for rank, theirs in enumerate(self.all_gather_object(mine)):
             if theirs != mine:
                 why = theirs if isinstance(theirs, str) else "came to another plan"
                 self.fail(error := PeerError(f"rank {rank} {why}. {SAME}"))
@@ -169,7 +169,7 @@ class TorchDist:
                 if link not in self.links:
                     self.links[link] = self._group(sorted(link[:2]))
 
-    def send(self, buffer: torch.Tensor, target: int, channel: int = 0) -> Handle:
+    def isend(self, buffer: torch.Tensor, target: int, channel: int = 0) -> Work:
         link = (self.rank, target, channel)
         group, tag = self._link(link)
         host = self._host(buffer)
@@ -181,7 +181,7 @@ class TorchDist:
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def receive(self, buffer: torch.Tensor, source: int, channel: int = 0) -> Handle:
+    def irecv(self, buffer: torch.Tensor, source: int, channel: int = 0) -> Work:
         link = (source, self.rank, channel)
         group, tag = self._link(link)
         host = self._host(buffer)
@@ -193,7 +193,7 @@ class TorchDist:
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def add_up(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+    def all_reduce(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
         what = f"summing on rank {self.rank} over ranks {_listed(ranks)}"
@@ -205,16 +205,16 @@ class TorchDist:
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def scatter_sum(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+    def reduce_scatter(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         """gloo's own reduce-scatter takes longer than its all-reduce (3 ranks, 12 MB on two busy
         cores: 103 ms and 61 ms), so only NCCL's is used."""
         if len(ranks) < 2 or self.backend != "nccl":
-            return self.add_up(buffer, ranks)
+            return self.all_reduce(buffer, ranks)
         what = f"summing shares on rank {self.rank} over ranks {_listed(ranks)}"
         part = own_part(buffer, self.rank, ranks)
         return self._collective(what, SCATTER, part, buffer, ranks)
 
-    def all_gather(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+    def all_gather(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
         what = f"gathering shares on rank {self.rank} from ranks {_listed(ranks)}"
@@ -232,7 +232,7 @@ class TorchDist:
         given: torch.Tensor,
         ranks: tuple[int, ...],
         after: Any = None,
-    ) -> Handle:
+    ) -> Work:
         """One of torch's that read and write parts of the same memory."""
         try:
             work = collective(into, given, group=self.groups[ranks], async_op=True)
@@ -248,7 +248,7 @@ class TorchDist:
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def gather(self, thing: Any) -> list[Any]:
+    def all_gather_object(self, thing: Any) -> list[Any]:
         if self.world == 1:
             return [thing]
         try:

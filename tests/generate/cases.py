@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from gems.errors import PlanError
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from tests.generate.models import Model, draw_model
 from tests.generate.optimizers import OPTIMIZERS, SCHEDULERS, SPARSE
 from tests.generate.plans import Options, draw_plan
@@ -76,10 +76,10 @@ def draw(number: int, seed: int = 0, ranks: int = 5) -> Case:
     if "reload" in after:
         other = draw_plan(r, layers, model.dims, tiles=tiles, ranks=ranks, micro_batches=total)
     sparse = "sparse" in model.traits
-    endless = ENDLESS in (plan["schedule"], other.get("schedule"))
-    eager = "eager" in (plan.get("updates"), other.get("updates"))
+    endless = ASYNCHRONOUS in (plan["schedule"], other.get("schedule"))
+    eager = "eager" in (plan.get("optimizer_step"), other.get("optimizer_step"))
     precision = "bf16" if precision == "fp16" and (endless or eager) else precision
-    if ENDLESS in (plan["schedule"], other.get("schedule")):  # its two versions are one's own
+    if ASYNCHRONOUS in (plan["schedule"], other.get("schedule")):  # its two versions are one's own
         after = tuple("" if what == "reload" else what for what in after)
         other = {}
     if endless:  # it rejects what several stages share

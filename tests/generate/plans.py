@@ -69,16 +69,16 @@ def _extras(r: Random, layers: int, options: Options, tiles: bool) -> list[Optio
         (0.15, {"placement": "fold"}),
         (0.15, {"placement": place}),
         (0.4, {"bidirectional": True}),
-        (0.3, {"stashes": r.randint(1, 3)}),
+        (0.3, {"max_in_flight": r.randint(1, 3)}),
         (0.4 if tiles else 0.02, {"local_dp": r.choice((2, 2, 3))}),
         (0.3, {"halo": "d2", "fused_layers": r.choice((0, 0, 2, 3))}),
-        (0.3, {"sums": "late"}),
+        (0.3, {"grad_sync": "end"}),
         (0.2, {"keep": r.choice(keeps)}),
         (0.15, {"keep": each}),
         (0.35, {"zero": r.randint(1, 3)}),
         (0.3, {"offload": tuple(f"{w}:{where}" for w in what)}),
-        (0.25, {"updates": "eager"}),
-        (0.3, {"share_inputs": True}),
+        (0.25, {"optimizer_step": "eager"}),
+        (0.3, {"partition_activations": True}),
         (0.15, {"balance": "memory"}),
     ]
     if options["schedule"] in ("gems", "gems-zb") and not options["micro_batches"] % 2:
@@ -96,6 +96,6 @@ def _valid(options: Options, ranks: int) -> bool:
         order = lowered(plan)
     except (PlanError, ScheduleError):
         return False
-    if plan.put_away("stash") and not any(a.kind is Kind.STORE for _, a in order):
+    if plan.offloaded_to("activations") and not any(a.kind is Kind.STORE for _, a in order):
         return False  # nothing waits long enough
-    return not (plan.zero and all(len(holders) == 1 for holders in plan.holders))
+    return not (plan.zero and all(len(holders) == 1 for holders in plan.replica_groups))

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.errors import LossError, PeerError, PlanError, ShapeError, TraceError
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.torch.trainer import Trainer
 from gems.transport.threads import World
 from tests.exact import Recordings, part, samples_in
@@ -207,7 +207,7 @@ def _step(case: Case, trainer: Any, model: Net, plan: Plan, step: int, found: Ou
     samples, dtype = case.batches[step], dtype_of(case)
     inputs, targets = batch(model, samples, step, dtype)
     given = trainer.step(inputs, targets)
-    endless = plan.schedule == ENDLESS
+    endless = plan.schedule == ASYNCHRONOUS
     if not endless or given.updated:  # else the loss is that of no batch
         found.losses.append(given.loss)
         found.updated.append(given.updated)
@@ -246,7 +246,7 @@ def alone(case: Case) -> Case:
         if not options:
             return {}
         plan = Plan(**options)
-        schedule = ENDLESS if plan.schedule == ENDLESS else "sequential"
+        schedule = ASYNCHRONOUS if plan.schedule == ASYNCHRONOUS else "sequential"
         return {"stages": 1, "micro_batches": plan.total, "schedule": schedule}
 
     return replace(case, plan=one(case.plan), other=one(case.other))
@@ -356,7 +356,7 @@ def _expected(case: Case, model: Net, keyed: bool, seconds: float) -> Outcome | 
         if keyed:
             found = planned(alone(case), model, seconds)
         else:
-            found = plain(case, model, counts(case), case.plan["schedule"] == ENDLESS)
+            found = plain(case, model, counts(case), case.plan["schedule"] == ASYNCHRONOUS)
     except REJECTIONS as error:
         text = f"{type(error).__name__}: {error}"
         return Verdict("rejected" if REMEDY.search(str(error)) else "no remedy", text)
@@ -400,7 +400,7 @@ def _sensitive(case: Case, model: Net, expected: Outcome, text: str) -> bool:
         with torch.no_grad():
             for p in moved.parameters():
                 p.mul_(1 + 4e-16 * torch.randn_like(p))
-        other = plain(case, moved, counts(case), case.plan["schedule"] == ENDLESS)
+        other = plain(case, moved, counts(case), case.plan["schedule"] == ASYNCHRONOUS)
         for size in (10.0**-k for k in range(4, 16)):
             if difference(other, expected, size):
                 worst = max(worst, size)

@@ -60,7 +60,7 @@ def costs(plan: Plan) -> Costs:
     """Unequal stages, so that a confusion of two shows."""
     items = tuple(
         Cost(
-            f=1.0 + 0.25 * s, i=1.5 + 0.125 * s, w=0.75 + 0.0625 * s, stash=1000 + 100 * s,
+            f=1.0 + 0.25 * s, i=1.5 + 0.125 * s, w=0.75 + 0.0625 * s, activations=1000 + 100 * s,
             weights=4000 + 64 * s, gradients=4000 + 64 * s,
         )
         for s in range(plan.depth)

@@ -8,10 +8,10 @@ import torch
 from gems.torch.launch import connect
 
 transport = connect()
-transport.gather("here")
+transport.all_gather_object("here")
 if transport.rank == 0:
-    under_way = transport.add_up(torch.ones(4), (0, 1))
+    under_way = transport.all_reduce(torch.ones(4), (0, 1))
     error = KeyError("no such label")
     transport.fail(error)
     raise error
-transport.receive(torch.ones(4), 0).wait()
+transport.irecv(torch.ones(4), 0).wait()

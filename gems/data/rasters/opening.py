@@ -10,7 +10,7 @@ from gems.data.rasters.core import Damaged, Raster
 from gems.data.rasters.openslide import Slide
 from gems.data.rasters.plain import Picture
 from gems.data.rasters.tiff import Tiff
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, problems
 
 Reader: TypeAlias = Literal["auto", "tifffile", "openslide", "picture"]
 READERS: dict[str, Callable[[Path], Raster]] = {
@@ -47,4 +47,4 @@ def open_raster(path: str | Path, reader: Reader = "auto") -> Raster:
             raise GemsError(str(error)) from error
         except GemsError as error:
             found.append(f"{name}: {error}")
-    raise GemsError(faults(f"{path} cannot be read", found))
+    raise GemsError(problems(f"{path} cannot be read", found))

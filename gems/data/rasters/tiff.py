@@ -95,7 +95,7 @@ def _levels(file: Any, colours: tuple[int, ...]) -> list[Any]:
         alike = page.is_tiled and abs(page.imagewidth / page.imagelength / ratio - 1) < 0.01
         if alike and page.imagewidth < found[-1].imagewidth:
             found.append(page)
-    if faults := [fault for page in found for fault in _faults(page, colours)]:
+    if faults := [fault for page in found for fault in _problems(page, colours)]:
         raise GemsError(f"{file.filename}: {faults[0]}")
     _check_length(file, found)
     return found
@@ -110,7 +110,7 @@ def _check_length(file: Any, pages: list[Any]) -> None:
         )
 
 
-def _faults(page: Any, colours: tuple[int, ...]) -> list[str]:
+def _problems(page: Any, colours: tuple[int, ...]) -> list[str]:
     name = f"the page of {page.imagewidth} x {page.imagelength}"
     if not page.is_tiled or page.imagedepth != 1 or page.dtype is None:
         return [f"{name} is not tiled"]

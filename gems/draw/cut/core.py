@@ -20,7 +20,7 @@ class Cell:
     name: str
     stage: int
     blocks: tuple[int, ...]
-    stash: float
+    activations: float
     seconds: float | None
 
 
@@ -52,7 +52,7 @@ class Cut:
         return f"{seconds(self.stages[stage].seconds)}{self._each(stage)}"
 
     def kept(self, stage: int) -> str:
-        return f"keeps {size(self.stages[stage].stash)}{self._each(stage)}"
+        return f"keeps {size(self.stages[stage].activations)}{self._each(stage)}"
 
     def _each(self, stage: int) -> str:
         return " each" if self.sizes[stage] > 1 else ""
@@ -87,7 +87,7 @@ def cut(
 
 def stays_put(plan: Plan, source: int, target: int) -> bool:
     """Whether what crosses between two stages stays on the ranks that have both."""
-    return all(row[source] == row[target] for row in plan.teams)
+    return all(row[source] == row[target] for row in plan.spatial_groups)
 
 
 def _cells(
@@ -100,7 +100,7 @@ def _cells(
             name,
             stage_of[run[0]],
             tuple(run),
-            graph.stash(run) / sizes[stage_of[run[0]]],
+            graph.activations(run) / sizes[stage_of[run[0]]],
             sum(costs[i].seconds for i in run) / sizes[stage_of[run[0]]] if costs else None,
         )
         for name, run in runs

@@ -64,7 +64,7 @@ def svg(cut: Cut, title: str = "", plan: Plan | None = None) -> str:
         spent = [cell.seconds or 0.0 for cell in cut.cells]
         body += _track("seconds", [seconds(s) for s in spent], spent, cut, bands, places, y)
         y += TRACK + 16
-    kept = [cell.stash for cell in cut.cells]
+    kept = [cell.activations for cell in cut.cells]
     body += _track("kept bytes", [size(n) for n in kept], kept, cut, bands, places, y)
     return page(width, y + TRACK + 16, title or "The cut of a model", body)
 
@@ -190,7 +190,7 @@ def _cell(cell: Cell, left: float, right: float, top: float) -> list[str]:
 def _tip(cell: Cell) -> str:
     parts = [cell.name, f"{len(cell.blocks)} blocks"] if len(cell.blocks) > 1 else [cell.name]
     parts += [seconds(cell.seconds)] if cell.seconds is not None else []
-    return f"{' · '.join(parts)} · keeps {size(cell.stash)}"
+    return f"{' · '.join(parts)} · keeps {size(cell.activations)}"
 
 
 def _short(name: str) -> str:
@@ -210,7 +210,7 @@ def _stages(cut: Cut, bands: list[tuple[float, float]], plan: Plan | None, top: 
     drawn = []
     for stage, (left, right) in enumerate(bands):
         x = _middle(left, right)
-        said = [listed("rank", plan.holders[stage])] if plan else []
+        said = [listed("rank", plan.replica_groups[stage])] if plan else []
         said += [cut.spent(stage)] if cut.timed else []
         said += [cut.kept(stage), f"weights {size(cut.stages[stage].weights)}"]
         drawn.append(words(x, top, f"stage {stage}", 13, INK, "middle", BOLD))

@@ -42,7 +42,7 @@ def _described(cut: Cut, stage: int, plan: Plan | None) -> list[str]:
     names = dict.fromkeys((cells[0].name, cells[-1].name)) if cells else {}
     blocks = sum(len(cell.blocks) for cell in cells)
     parts = [f"stage {stage}"]
-    parts += [listed("rank", plan.holders[stage])] if plan else []
+    parts += [listed("rank", plan.replica_groups[stage])] if plan else []
     parts += [" .. ".join(names), f"{blocks} blocks" if blocks != 1 else "1 block"]
     parts += [cut.spent(stage)] if cut.timed else []
     return [*parts, cut.kept(stage), f"weights {size(cut.stages[stage].weights)}"]

@@ -42,7 +42,7 @@ def options_of(name: str) -> tuple[str, ...]:
     """The options that `build(name, {...})` takes, those that all libraries share first."""
     library, model = split(name)
     door = _door(library)
-    _refuse_unknown(library, model, door.names())
+    _reject_unknown(library, model, door.names())
     return door.options(model)
 
 
@@ -87,7 +87,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _refuse_unknown(library: str, name: str, known: list[str]) -> None:
+def _reject_unknown(library: str, name: str, known: list[str]) -> None:
     if name in known:
         return
     spelled = {each.lower(): each for each in known}

@@ -28,7 +28,7 @@ READS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 
 def offload(schedule: Schedule, plan: Plan) -> Schedule:
     """Store what waits long enough for its backward, if the plan puts the stash away."""
-    if not plan.put_away("stash") or any(a.kind is Kind.STORE for _, a in schedule):
+    if not plan.offloaded_to("activations") or any(a.kind is Kind.STORE for _, a in schedule):
         return schedule
     return Schedule(tuple(_stored(row, plan) for row in schedule.ranks))
 

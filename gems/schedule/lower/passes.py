@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.schedule.async_window import update
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.lower.offload import offload
@@ -23,7 +23,7 @@ def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
 
     The plan may stand for so many times `more` copies on further ranks.
     """
-    if plan.schedule == ENDLESS:
+    if plan.schedule == ASYNCHRONOUS:
         run = plan.unrolled
         return update(communicate(copies(recompute(schedule, run), run), run), plan)
     order = copies(recompute(schedule, plan), plan)
@@ -146,15 +146,15 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
         # After the messages of the last backward: others wait for those, nobody yet for the sum.
         last = {a.stage: position for position, a in enumerate(row) if a.way != "<"}
         after: dict[int, list[Action]] = defaultdict(list)
-        soonest = len(row) - 1 if plan.sums == "late" else 0
+        soonest = len(row) - 1 if plan.grad_sync == "end" else 0
         for stage in (s for s in turn if s in plan.stages_on[rank]):
             soonest = max(soonest, last.get(stage, 0))
-            if plan.frees_gradients or plan.updates == "eager":
+            if plan.frees_gradients or plan.optimizer_step == "eager":
                 # What follows waits for this one, so no rank may come to it long before others.
                 soonest = max(soonest, bisect_right(done[rank], finished[stage]) - 1)
-            after[soonest].append(Action(Kind.REDUCE, stage))
-            if plan.updates == "eager":
-                after[soonest].append(Action(Kind.UPDATE, stage))
+            after[soonest].append(Action(Kind.ALL_REDUCE, stage))
+            if plan.optimizer_step == "eager":
+                after[soonest].append(Action(Kind.OPTIMIZER_STEP, stage))
         parts = ((a, *after[position]) for position, a in enumerate(row))
         lowered.append(tuple(a for part in parts for a in part))
     return Schedule(tuple(lowered))
@@ -167,7 +167,7 @@ def share(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
     A run ends where a rank of the stage turns to another one. Weights are asked for one compute
     action early, so that they travel while it runs: at most two stages are whole at once.
     """
-    if plan.zero < 3 and "weights" not in plan.away:
+    if plan.zero < 3 and "weights" not in plan.offloaded_state:
         return schedule
     depth = range(plan.depth)
     shared = {s for s in depth if plan.gathers(s) or (plan.zero == 3 and more > 1)}
@@ -185,14 +185,14 @@ def share(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
             if s in shared:
                 if count[s] in starts[s]:
                     if s in latest:
-                        after[latest[s]].append(Action(Kind.DROP, s))
+                        after[latest[s]].append(Action(Kind.RESHARD, s))
                     early = last[0] if last[0] >= 0 and last[1] != s else at
-                    before[early].append(Action(Kind.GATHER, s))
+                    before[early].append(Action(Kind.UNSHARD, s))
                 count[s] += 1
                 latest[s] = at
             last = (at, s)
         for s, at in latest.items():
-            after[at].append(Action(Kind.DROP, s))
+            after[at].append(Action(Kind.RESHARD, s))
         rows.append(tuple(a for at, b in enumerate(row) for a in (*before[at], b, *after[at])))
     return Schedule(tuple(rows))
 
@@ -256,7 +256,7 @@ def _sends(action: Action, rank: int, plan: Plan) -> list[Action]:
 
 def _others(action: Action, rank: int, plan: Plan) -> list[int]:
     """The ranks, beside our own, that a message goes to or comes from."""
-    return [r for r in plan.team_for(action.peer, action.micro_batch) if r != rank]
+    return [r for r in plan.spatial_group_for(action.peer, action.micro_batch) if r != rank]
 
 
 def _received(send: Action) -> Action:

@@ -18,6 +18,6 @@ def order(plan: Plan) -> Schedule:
         forward = [Action(Kind.FORWARD, stage, i, replica) for stage in range(plan.depth)]
         backward = [Action(Kind.BACKWARD, stage, i, replica) for stage in range(plan.depth)]
         for action in (*forward, *reversed(backward)):
-            for rank in plan.team_of(action.stage, replica):
+            for rank in plan.spatial_group_of(action.stage, replica):
                 rows[rank].append(action)
     return Schedule(tuple(map(tuple, rows)))

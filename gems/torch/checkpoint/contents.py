@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.errors import CheckpointError, faults
+from gems.errors import CheckpointError, problems
 from gems.torch.agree import together
 from gems.torch.checkpoint.json_values import decode, encode, references, same
 from gems.torch.checkpoint.manifest import Place
@@ -187,7 +187,7 @@ def _window(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
         return found
     for name, p in trainer._named_parameters():
         if p.grad is not None:
-            place = trainer.owned.holders[name].index(trainer.rank)
+            place = trainer.owned.replica_groups[name].index(trainer.rank)
             key = f"{name}/{place}"
             found[key] = encode(dense(p.grad), f"gradients.{key}", put)
     return found
@@ -202,7 +202,7 @@ def _older(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _modules(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
-    mine = [label for label, rank in trainer.minders.items() if rank == trainer.rank]
+    mine = [label for label, rank in trainer.stats_owners.items() if rank == trainer.rank]
     state = trainer.model.state_dict(keep_vars=True) if mine else {}
     return {label: encode(state[label], f"modules.{label}", put) for label in mine}
 
@@ -229,13 +229,15 @@ def _digest(states: Any) -> str:
 def labelled(trainer: Trainer) -> dict[str, str]:
     """The labels of the plain state dict that are weights, with the first name of each."""
     labels = trainer.model.state_dict(keep_vars=True)
-    return {label: trainer.first_name[label] for label in labels if label not in trainer.minders}
+    return {
+        label: trainer.first_name[label] for label in labels if label not in trainer.stats_owners
+    }
 
 
 def unlisted(trainer: Trainer) -> list[str]:
     """Buffers that the state dict leaves out, and what the loss has."""
     listed = set(labelled(trainer).values())
-    return [name for name in trainer.owned.holders if name not in listed]
+    return [name for name in trainer.owned.replica_groups if name not in listed]
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -247,8 +249,8 @@ def writers(trainer: Trainer) -> dict[str, int]:
     """For each weight, the holder that writes it: each as little as can be."""
     weights, load = weights_of(trainer), dict.fromkeys(range(trainer.transport.world), 0)
     found: dict[str, int] = {}
-    for name in sorted(trainer.owned.holders, key=lambda n: (-weights[n].nbytes, n)):
-        found[name] = min(trainer.owned.holders[name], key=lambda rank: (load[rank], rank))
+    for name in sorted(trainer.owned.replica_groups, key=lambda n: (-weights[n].nbytes, n)):
+        found[name] = min(trainer.owned.replica_groups[name], key=lambda rank: (load[rank], rank))
         load[found[name]] += weights[name].nbytes
     return found
 
@@ -281,10 +283,10 @@ def joined(seen: Sequence[Unfit]) -> Unfit:
     )
 
 
-def refuse(found: Unfit) -> None:
+def reject(found: Unfit) -> None:
     if whys := (*found.weights, *found.training):
         raise CheckpointError(
-            faults(
+            problems(
                 "this checkpoint does not fit the trainer; give the trainer the model, optimizer "
                 f"and scheduler that it was saved with, {AFRESH}:",
                 whys,
@@ -444,7 +446,7 @@ def _own_gradients(trainer: Trainer, plain: Mapping[str, Any]) -> dict[str, list
     alike = plain["world"] == trainer.transport.world
     found: dict[str, list[Any]] = {}
     for name, by_place in parts.items():
-        holders = trainer.owned.holders.get(name, ())
+        holders = trainer.owned.replica_groups.get(name, ())
         if trainer.rank not in holders:
             continue
         mine = holders.index(trainer.rank)
@@ -465,7 +467,7 @@ def put(
             if name not in part.names:
                 weights[name].copy_(tensors[key])
     for label, value in plain["modules"].items():
-        if label in trainer.minders:
+        if label in trainer.stats_owners:
             set_extra_state(trainer.model, label, decode(value, tensors))
     if part.training:
         _put_training(trainer, plain, part, tensors)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gems.errors import CheckpointError, faults, short
+from gems.errors import CheckpointError, problems, short
 from gems.files import LARGEST, parse_json
 from gems.torch.checkpoint.atomic_folder import OWN, foreign, remove
 from gems.transport.encoding import sendable
@@ -140,7 +140,7 @@ def _checked(plain: Any, path: Path) -> Manifest:
             f"{path / NAME} names what is not inside the checkpoint: {listed}; {REMEDY}"
         )
     if wrong := wrong or list(_overlapping(found)):
-        raise CheckpointError(faults(f"{path / NAME} cannot be true; {REMEDY}:", wrong))
+        raise CheckpointError(problems(f"{path / NAME} cannot be true; {REMEDY}:", wrong))
     return found
 
 
@@ -214,7 +214,7 @@ def verify(path: Path, manifest: Manifest, names: Iterable[str] | None = None) -
         elif measured(path / name) != expected:
             found.append(f"{name} has another checksum than when it was written")
     if found:
-        raise CheckpointError(faults(f"the checkpoint {path} is damaged; {REMEDY}:", found))
+        raise CheckpointError(problems(f"the checkpoint {path} is damaged; {REMEDY}:", found))
 
 
 def is_complete(path: Path) -> bool:

@@ -31,7 +31,7 @@ from gems.torch.checkpoint.contents import (
     part_of,
     put,
     put_stage,
-    refuse,
+    reject,
     take,
     unfit,
 )
@@ -192,7 +192,7 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
     together(transport, doing, verified)
     found = joined(together(transport, doing, compared))
     if strict:
-        refuse(found)
+        reject(found)
     for why in (*found.weights, *found.training):
         log.warning("not taken from %s: %s", path, why)
     together(transport, doing, fetched)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gems.errors import CheckpointError, faults, short
+from gems.errors import CheckpointError, problems, short
 from gems.torch.checkpoint.contents import labelled, unlisted, weights_of
 from gems.torch.checkpoint.json_values import DECODE, references
 from gems.torch.checkpoint.manifest import REMEDY, Place
@@ -34,7 +34,7 @@ ELEMENTWISE = {
 def _reject(found: Iterable[str]) -> None:
     if found := list(found):
         raise CheckpointError(
-            faults(f"this checkpoint is damaged, or not one that GEMS wrote; {REMEDY}:", found)
+            problems(f"this checkpoint is damaged, or not one that GEMS wrote; {REMEDY}:", found)
         )
 
 

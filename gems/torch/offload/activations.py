@@ -21,7 +21,7 @@ import torch
 
 from gems.torch.offload.stores import Slot, Store
 from gems.torch.tracing.op_meter import storage_of
-from gems.transport.protocol import Handle
+from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
 ALIGNED = 64  # bytes: new memory begins where the old one did, as far as kernels can tell
@@ -34,7 +34,7 @@ class _Piece:
         self.start, self.slot, self.device = start, slot, device
         self.memory: Tensor | None = None
 
-    def fetch(self) -> Handle:
+    def fetch(self) -> Work:
         self.memory = torch.empty(self.slot.size, dtype=torch.uint8, device=self.device)
         return self.slot.read(self.memory)
 
@@ -111,14 +111,14 @@ class Bundle:
 
     # --- there and back -----------------------------------------------------------------------
 
-    def store(self, store: Store) -> list[Handle]:
+    def store(self, store: Store) -> list[Work]:
         """Begin to write all of it, each piece of memory once."""
         groups: dict[int, list[View]] = {}
         for view in self.views:
             assert view.tensor is not None
             view.look()
             groups.setdefault(storage_of(view.tensor), []).append(view)
-        handles: list[Handle] = []
+        handles: list[Work] = []
         for views in groups.values():
             start = min(view.start for view in views) // ALIGNED * ALIGNED
             stop = max(view.stop for view in views)
@@ -135,7 +135,7 @@ class Bundle:
             view.tensor, view.piece = None, piece
         self.moving.clear()
 
-    def load(self) -> list[Handle]:
+    def load(self) -> list[Work]:
         """Make room again, and begin to read."""
         return [piece.fetch() for piece in self.pieces]
 

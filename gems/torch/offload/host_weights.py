@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from gems.torch.offload.stores import Handle, Store
+from gems.torch.offload.stores import Store, Work
 
 Tensor = torch.Tensor
 
@@ -35,7 +35,7 @@ class Home:
         self.slot.write(tensor, start * tensor.element_size()).wait()
         self.store.finish()
 
-    def read(self, into: Tensor, start: int = 0) -> Handle:
+    def read(self, into: Tensor, start: int = 0) -> Work:
         """Fill a tensor of the device, from cell `start` on."""
         return self.slot.read(into, start * into.element_size())
 

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.group import SpatialGroup
 
 Tensor = torch.Tensor
 
@@ -27,14 +27,14 @@ class Form:
     def flat(self, x: Tensor) -> Tensor:
         return x.permute(self.order).reshape(-1)
 
-    def gathered(self, part: Tensor, team: Team) -> Tensor:
+    def gathered(self, part: Tensor, team: SpatialGroup) -> Tensor:
         """The whole value, out of all parts. All ranks of the team must come here."""
         flat = torch.cat(team.rows(part))[: prod(self.lengths)]
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return flat.view(self.lengths).permute(back)
 
 
-def part_of(x: Tensor, team: Team) -> tuple[Form, Tensor]:
+def part_of(x: Tensor, team: SpatialGroup) -> tuple[Form, Tensor]:
     """This rank's part of a value: as large as any other's, with zeros at the end."""
     order = tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
     form = Form(order, tuple(x.shape[dim] for dim in order))

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from gems.errors import GemsError
-from gems.transport.protocol import Done, Handle
+from gems.transport.protocol import Done, Work
 
 Tensor = torch.Tensor
 EMPTY = memoryview(b"")
@@ -44,11 +44,11 @@ class Slot(Protocol):
         """Its bytes, where they are memory of the host."""
         ...
 
-    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+    def write(self, tensor: Tensor, start: int = 0) -> Work:
         """Take a tensor's bytes, from byte `start` of the slot on."""
         ...
 
-    def read(self, into: Tensor, start: int = 0) -> Handle:
+    def read(self, into: Tensor, start: int = 0) -> Work:
         """Give the bytes that were written last, from byte `start` on."""
         ...
 
@@ -116,7 +116,7 @@ class Host:
         self.used += size
         return _HostSlot(self, memory)
 
-    def copy(self, into: Tensor, source: Tensor) -> Handle:
+    def copy(self, into: Tensor, source: Tensor) -> Work:
         if self.stream is None or not (into.is_cuda or source.is_cuda):
             self.finish()  # of memory on the host the stream may still be writing
             into.copy_(source)
@@ -142,10 +142,10 @@ class _HostSlot:
     def __init__(self, home: Host, memory: Tensor) -> None:
         self.home, self.memory, self.size = home, memory, memory.numel()
 
-    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+    def write(self, tensor: Tensor, start: int = 0) -> Work:
         return self.home.copy(self.memory[start : start + tensor.nbytes], flat_bytes(tensor))
 
-    def read(self, into: Tensor, start: int = 0) -> Handle:
+    def read(self, into: Tensor, start: int = 0) -> Work:
         return self.home.copy(flat_bytes(into), self.memory[start : start + into.nbytes])
 
     def free(self) -> None:
@@ -177,7 +177,7 @@ class Disk:
         self.used += size
         return _DiskSlot(self, at, size)
 
-    def begin(self, work: Callable[[Tensor, int], None], memory: Tensor, at: int) -> Handle:
+    def begin(self, work: Callable[[Tensor, int], None], memory: Tensor, at: int) -> Work:
         """Have the thread do it, on a GPU after all that is asked of the device so far: whoever
         wrote the memory, or had it before, must be through with it."""
         event = torch.cuda.Event() if memory.is_cuda else None
@@ -212,10 +212,10 @@ class _DiskSlot:
         self.home, self.at, self.size = home, at, size
         self.memory = None
 
-    def write(self, tensor: Tensor, start: int = 0) -> Handle:
+    def write(self, tensor: Tensor, start: int = 0) -> Work:
         return self.home.begin(self._write, flat_bytes(tensor), self.at + start)
 
-    def read(self, into: Tensor, start: int = 0) -> Handle:
+    def read(self, into: Tensor, start: int = 0) -> Work:
         return self.home.begin(self._read, flat_bytes(into), self.at + start)
 
     def free(self) -> None:

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.torch.offload.split_inputs import Form, part_of
 from gems.torch.runtime.split_backward import receive
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.tracing.calls import Call
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Run:
     mutated: tuple[bool, ...]  # inputs that it changes in place: it gets copies of them
     differentiable: tuple[bool, ...]  # outputs that a gradient comes back for
     buffers: Sequence[Buffer]  # that it changes
-    team: Team | None = None  # if the stage is cut, and shares out what all its ranks keep
+    team: SpatialGroup | None = None  # if the stage is cut, and shares out what all its ranks keep
     shared: tuple[bool, ...] = ()  # the inputs that all of them have as a whole
 
     def kept(self, inputs: Sequence[Tensor]) -> tuple[list[Form | None], list[Tensor]]:

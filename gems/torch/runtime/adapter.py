@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import PlanError, ShapeError, TraceError
 from gems.hardware import Machine
-from gems.plans.plan import ENDLESS, Plan
+from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.timeline import Memory
 from gems.schedule.core import Action, Kind, Message
 from gems.torch.offload.activations import Bundle, View, opened
@@ -29,28 +29,28 @@ from gems.torch.runtime.activation_checkpoint import Again, as_it_was, snapshot,
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.loss_parameters import Leaves
 from gems.torch.runtime.microbatch import Batch, describe, read_box, signature, stand_ins, tensors
-from gems.torch.runtime.partitioned_model import Cut, cut_up
+from gems.torch.runtime.partitioned_model import Cut, partition_model
 from gems.torch.runtime.regularizer import Penalty
-from gems.torch.runtime.reshard import Passage, buffers, pack, unpack
+from gems.torch.runtime.reshard import Transfer, buffers, pack, unpack
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.running_stats import Statistics, unrecorded
 from gems.torch.runtime.sampleless_buffers import Advance, free_buffers
 from gems.torch.runtime.split_backward import Entry, Ledger, receive, settle
 from gems.torch.runtime.streaming import Stream
-from gems.torch.runtime.validate import current, holder, refuse_misplaced
-from gems.torch.spatial.cut_loss import CutLoss, prepare
+from gems.torch.runtime.validate import current, holder, reject_misplaced
+from gems.torch.spatial.cut_loss import TiledLoss, prepare
 from gems.torch.spatial.halo_stash import Slabs
 from gems.torch.spatial.partition import Bound
 from gems.torch.spatial.rule import Notes
 from gems.torch.state.grad_bucket import Bucket
-from gems.torch.state.ownership import Ownership, Unmade, refuse_unordered
+from gems.torch.state.ownership import Ownership, Unmade, reject_unordered
 from gems.torch.state.param_shards import Shard
-from gems.torch.tracing.calls import Ref, is_place
+from gems.torch.tracing.calls import Ref, is_placeholder
 from gems.torch.tracing.guards import Guards, Structure, apply_assigned
 from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.recordings import Recordings
 from gems.torch.tracing.trace import Trace, trace
-from gems.transport.protocol import Handle, Transport
+from gems.transport.protocol import Transport, Work
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -58,8 +58,8 @@ Loss = Callable[[Any, Any], Tensor]
 # What `begin` sets. Where two batches are under way, each has its own (two_batches.py).
 OF_A_BATCH = (
     *("batch", "step", "training", "scale", "update", "kept", "losses", "penalties", "outputs"),
-    *("stash_bytes", "surge_bytes", "position", "of", "cut_losses", "statistics", "buckets"),
-    *("advances",),
+    *("activation_bytes_of", "temporary_bytes_of", "position", "of", "cut_losses", "statistics"),
+    *("buckets", "advances"),
 )
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -104,7 +104,7 @@ class TorchAdapter:
         machine: Machine,
         transport: Transport,
         leaves: tuple[str, ...] = (),
-        stash: Store | None = None,
+        activations: Store | None = None,
         unmade: Unmade | None = None,
         home: Store | None = None,
         loss_weights: Mapping[str, nn.Parameter] | None = None,
@@ -114,7 +114,7 @@ class TorchAdapter:
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
         self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
-        self.leaves, self.store_of_stash = leaves, stash
+        self.leaves, self.activation_store = leaves, activations
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
         self.again = Again()
@@ -124,8 +124,8 @@ class TorchAdapter:
         }
         self.put_away = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE}
         self.unordered, self.unordered_anywhere = unordered.intersection(self.stages), unordered
-        away = bool(plan.put_away("weights"))
-        shared = (s for s in range(plan.depth) if away or (plan.zero and plan.sharers(s) > 1))
+        away = bool(plan.offloaded_to("weights"))
+        shared = (s for s in range(plan.depth) if away or (plan.zero and plan.shard_count(s) > 1))
         self.sharded_anywhere = set(shared)
         self.cuts: Recordings[Cut] = Recordings()
         self.structure = Structure(model)
@@ -159,9 +159,9 @@ class TorchAdapter:
             if self.unmade is not None:
                 self.unmade.make(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
-            level = self.plan.zero if self.plan.sharers(stage) > 1 else 0
+            level = self.plan.zero if self.plan.shard_count(stage) > 1 else 0
             if mine and (level or self.home is not None):
-                holders = self.plan.holders[stage] if level else (self.rank,)
+                holders = self.plan.replica_groups[stage] if level else (self.rank,)
                 found[stage] = Shard(mine, holders, self.rank, level, self.home)
         if self.unmade is not None:
             self.unmade.make()
@@ -186,8 +186,8 @@ class TorchAdapter:
         self.losses: list[tuple[int, Tensor]] = []
         self.penalties = 0.0  # this rank's share of the penalty on weights
         self.outputs: dict[int, Any] = {}
-        self.stash_bytes: dict[tuple[int, int], int] = {}
-        self.surge_bytes: dict[tuple[int, int], int] = {}
+        self.activation_bytes_of: dict[tuple[int, int], int] = {}
+        self.temporary_bytes_of: dict[tuple[int, int], int] = {}
         real = [i for i, size in enumerate(batch.sizes) if size]
         self.position = {i: at for at, i in enumerate(real)}
         mode = self.modes()
@@ -204,7 +204,7 @@ class TorchAdapter:
                 self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets: dict[int, Bucket] = {}
         # When the first one comes:
-        later = self.plan.frees_gradients or self.plan.schedule == ENDLESS
+        later = self.plan.frees_gradients or self.plan.schedule == ASYNCHRONOUS
         for stage in self.stages if training and not later else ():
             self._place(stage)
 
@@ -212,7 +212,7 @@ class TorchAdapter:
         """Give gradients that will be summed their places, if they have none yet: before anything
         runs; or, if they will be shared out or those of the batch before are still there, when the
         first of them comes."""
-        if stage in self.buckets or len(self.plan.holders[stage]) == 1:
+        if stage in self.buckets or len(self.plan.replica_groups[stage]) == 1:
             return
         shard = self.shards.get(stage) if self.update else None
         self.buckets[stage] = Bucket(
@@ -228,9 +228,9 @@ class TorchAdapter:
         found = [holder(self.model, name) for name in dict.fromkeys(names)]
         return [(own, name) for own, name in found if id(own[name]) not in self.in_shards]
 
-    def _cut_losses(self, real: list[int]) -> dict[int, CutLoss]:
+    def _cut_losses(self, real: list[int]) -> dict[int, TiledLoss]:
         """The losses of outputs that are cut; refused on all ranks, before anything runs."""
-        found: dict[int, CutLoss] = {}
+        found: dict[int, TiledLoss] = {}
         for i in real:
             if self.loss is None:
                 break
@@ -275,14 +275,14 @@ class TorchAdapter:
                 )
             found = self._cut(inputs, traced)
             free = self._free(found)
-            refuse_unordered(self.model, traced, self.owned, self.unordered_anywhere, free)
+            reject_unordered(self.model, traced, self.owned, self.unordered_anywhere, free)
             self.cuts.add(signature, Guards(self.model, traced.record), found)
         apply_assigned(self.model, found.trace.record)
         return found
 
     def _free(self, cut: Cut) -> set[str]:
         """The buffers that replicas can keep the same although each sees some of the samples."""
-        if self.plan.schedule == ENDLESS:
+        if self.plan.schedule == ASYNCHRONOUS:
             return set()
         record = cut.trace.record
         if record.free is None:
@@ -318,8 +318,10 @@ class TorchAdapter:
         return signature(inputs), mode
 
     def _cut(self, inputs: Any, traced: Trace) -> Cut:
-        found = cut_up(traced, self.plan, self.model, self.draws, self.machine, describe(inputs))
-        refuse_misplaced(found, self.owned, self.sharded_anywhere, self.unordered_anywhere)
+        found = partition_model(
+            traced, self.plan, self.model, self.draws, self.machine, describe(inputs)
+        )
+        reject_misplaced(found, self.owned, self.sharded_anywhere, self.unordered_anywhere)
         return found
 
     def bound(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Bound | None:
@@ -362,7 +364,7 @@ class TorchAdapter:
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
                 (self.again, run_of) if run_of else None,
-                bound if bound is not None and self.plan.share_inputs else None,
+                bound if bound is not None and self.plan.partition_activations else None,
             )
             recomputed = run_of or any(
                 c.region is not None or c.norms not in ((), (c.module,)) for c in calls
@@ -400,8 +402,8 @@ class TorchAdapter:
         if stage in self.advances:
             self.advances[stage].begin(self.position[i])
         if later:
-            bound = self.bound(cut, stage, self.plan.team_for(stage, i))
-            self.stash_bytes[stage, i] = 0
+            bound = self.bound(cut, stage, self.plan.spatial_group_for(stage, i))
+            self.activation_bytes_of[stage, i] = 0
             for name, x in received.items():
                 self._hold(stage, i, kept, name, x, bound)
             kept.before = snapshot(touched(cut.calls(stage), self.model))
@@ -422,16 +424,16 @@ class TorchAdapter:
     ) -> None:
         """Keep what a stage received until it runs again: all of it, or a part if others of the
         team have the rest."""
-        if bound is not None and self.plan.share_inputs and bound.box(name) is None:
+        if bound is not None and self.plan.partition_activations and bound.box(name) is None:
             kept.forms[name], x = part_of(x, bound.team)
-        self.stash_bytes[stage, i] += self.size([x])
+        self.activation_bytes_of[stage, i] += self.size([x])
         kept.received[name] = x if kept.bundle is None else kept.bundle.keep(x, x._version)
 
     def recompute(self, stage: int, micro_batch: int) -> None:
         """The forward once more, which kept nothing; its statistics were taken the first time."""
         i, cut = micro_batch, self.of[micro_batch]
         kept = self.kept[stage, i]
-        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+        bound = self.bound(cut, stage, self.plan.spatial_group_for(stage, i))
         received = {name: opened(x) for name, x in kept.received.items()}
         for name, form in kept.forms.items():  # in one order on all ranks of a team
             assert bound is not None
@@ -447,7 +449,7 @@ class TorchAdapter:
         self, stage: int, i: int, received: dict[str, Tensor], kept: Kept
     ) -> dict[str, Tensor]:
         """One run of a stage's program. What backward needs is noted if it will come to it."""
-        cut, team = self.of[i], self.plan.team_for(stage, i)
+        cut, team = self.of[i], self.plan.spatial_group_for(stage, i)
         program, bound = self.program(cut, stage, team), self.bound(cut, stage, team)
         keeps = self.training and torch.is_grad_enabled()
         arguments = self._arguments(cut, stage, i, program, received, kept, bound)
@@ -477,7 +479,7 @@ class TorchAdapter:
                     )
             self._count(cut, stage, i, slabs)
             if stage in cut.streamed:
-                self.stash_bytes[stage, i] = self._kept_by_stream(cut, stage, results)
+                self.activation_bytes_of[stage, i] = self._kept_by_stream(cut, stage, results)
         return results
 
     def _kept_by_stream(self, cut: Cut, stage: int, results: dict[str, Tensor]) -> int:
@@ -490,9 +492,11 @@ class TorchAdapter:
     def _count(self, cut: Cut, stage: int, i: int, slabs: Slabs | None) -> None:
         """What a micro-batch keeps from here on; of a cut stage, what was seen to be kept."""
         whole = cut.footprint(stage)
-        stash = whole.stash if slabs is None else slabs.bytes
-        self.stash_bytes[stage, i] = stash
-        self.surge_bytes[stage, i] = round(whole.surge * stash / whole.stash) if whole.stash else 0
+        activations = whole.activations if slabs is None else slabs.bytes
+        self.activation_bytes_of[stage, i] = activations
+        self.temporary_bytes_of[stage, i] = (
+            round(whole.temporary * activations / whole.activations) if whole.activations else 0
+        )
 
     @contextmanager
     def _around(
@@ -561,7 +565,7 @@ class TorchAdapter:
         def put(x: Any) -> Any:
             return results[x.name] if isinstance(x, Ref) else x
 
-        output = pytree.tree_map(put, record.output, is_leaf=is_place)
+        output = pytree.tree_map(put, record.output, is_leaf=is_placeholder)
         if not self.training or self.loss is None:
             self.outputs[i] = output
             return
@@ -615,7 +619,7 @@ class TorchAdapter:
             with self._reruns(stage, i, kept.page):
                 torch.autograd.backward(roots, seeds)
             if stage in self.of[i].streams:
-                self.surge_bytes[stage, i] = self.of[i].streams[stage].surge
+                self.temporary_bytes_of[stage, i] = self.of[i].streams[stage].temporary
         found, kept.gradients = kept.gradients, {}
         for name in kept.wants:
             if name not in found:  # no path from the loss leads here, but somebody waits for it
@@ -626,7 +630,7 @@ class TorchAdapter:
         """A rank whose tile has no cells cannot see whether a gradient exists. The spatial group
         decides together: all run backward through it, or none."""
         cut = self.of[i]
-        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+        bound = self.bound(cut, stage, self.plan.spatial_group_for(stage, i))
         if bound is None or stage == self.plan.depth - 1:
             return
         wanted = [n for n in cut.sent(stage) if cut.trace.graph.value[n].grad]
@@ -644,7 +648,9 @@ class TorchAdapter:
     ) -> None:
         """A micro-batch's share of the penalty on a stage's weights, of which each rank of a team
         takes a part."""
-        share = self.batch.sizes[i] / self.batch.samples / len(self.plan.team_for(stage, i))
+        share = (
+            self.batch.sizes[i] / self.batch.samples / len(self.plan.spatial_group_for(stage, i))
+        )
         value, root = penalty.of(stage)
         self.penalties += value * share
         if root is not None:
@@ -655,7 +661,7 @@ class TorchAdapter:
     def _reruns(self, stage: int, i: int, page: list[Entry] | None) -> Iterator[None]:
         """Backward, in which blocks that kept nothing run again as in forward."""
         cut = self.of[i]
-        bound = self.bound(cut, stage, self.plan.team_for(stage, i))
+        bound = self.bound(cut, stage, self.plan.spatial_group_for(stage, i))
 
         def around() -> AbstractContextManager[None]:
             slabs = None if bound is None else Slabs(self.weight_storages)
@@ -670,7 +676,7 @@ class TorchAdapter:
 
     def _team_size(self, i: int) -> int:
         """How many ranks compute the loss of a micro-batch."""
-        return len(self.plan.team_for(self.plan.depth - 1, i))
+        return len(self.plan.spatial_group_for(self.plan.depth - 1, i))
 
     def weight(self, stage: int, micro_batch: int) -> None:
         kept = self.kept.pop((stage, micro_batch))
@@ -679,17 +685,17 @@ class TorchAdapter:
 
     # --- memory put away ----------------------------------------------------------------------
 
-    def store(self, stage: int, micro_batch: int) -> list[Handle]:
-        assert self.store_of_stash is not None
-        return self._bundle(stage, micro_batch).store(self.store_of_stash)
+    def store(self, stage: int, micro_batch: int) -> list[Work]:
+        assert self.activation_store is not None
+        return self._bundle(stage, micro_batch).store(self.activation_store)
 
-    def let_go(self, stage: int, micro_batch: int) -> None:
+    def release_stored(self, stage: int, micro_batch: int) -> None:
         self._bundle(stage, micro_batch).let_go()
 
-    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+    def load(self, stage: int, micro_batch: int) -> list[Work]:
         return self._bundle(stage, micro_batch).load()
 
-    def arrive(self, stage: int, micro_batch: int) -> None:
+    def finish_load(self, stage: int, micro_batch: int) -> None:
         self._bundle(stage, micro_batch).arrive()
 
     def _bundle(self, stage: int, micro_batch: int) -> Bundle:
@@ -702,29 +708,29 @@ class TorchAdapter:
     def select(self, message: Message, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {v.name: tensors[v.name] for v in self.of[message.micro_batch].values(message)}
 
-    def passages(self, message: Message) -> list[Passage]:
+    def transfers(self, message: Message) -> list[Transfer]:
         """How each value of a message travels; gradients are on their way back."""
         cut, i = self.of[message.micro_batch], message.micro_batch
         back = message.what == "gradient"
         ends = (message.target, message.source) if back else (message.source, message.target)
-        giving, taking = (self.plan.team_for(stage, i) for stage in ends)
-        return [cut.passage(v, *ends, giving, taking, back) for v in cut.values(message)]
+        giving, taking = (self.plan.spatial_group_for(stage, i) for stage in ends)
+        return [cut.transfer(v, *ends, giving, taking, back) for v in cut.values(message)]
 
     def pack(self, message: Message, tensors: dict[str, Tensor], target: int) -> list[Tensor]:
-        return pack(self.passages(message), tensors, self.rank, target)
+        return pack(self.transfers(message), tensors, self.rank, target)
 
     def buffers(self, message: Message, source: int) -> list[Tensor]:
-        return buffers(self.passages(message), self.rank, source, self.device)
+        return buffers(self.transfers(message), self.rank, source, self.device)
 
     def unpack(
         self, message: Message, own: dict[str, Tensor] | None, arrived: dict[int, list[Tensor]]
     ) -> dict[str, Tensor]:
-        return unpack(self.passages(message), self.rank, own, arrived, self.device)
+        return unpack(self.transfers(message), self.rank, own, arrived, self.device)
 
     def _absent(self, i: int, stage: int, name: str) -> Tensor:
         """No gradient for what a stage received."""
         cut = self.of[i]
-        box = cut.boxes(stage, name, self.plan.team_for(stage, i), own=False)[self.rank]
+        box = cut.boxes(stage, name, self.plan.spatial_group_for(stage, i), own=False)[self.rank]
         dtype = getattr(torch, cut.trace.graph.value[name].dtype)
         return absent(box.shape, dtype, self.device)
 
@@ -761,7 +767,7 @@ class TorchAdapter:
 
     # --- weights that come and go ---------------------------------------------------------------
 
-    def gather(self, stage: int) -> tuple[list[Tensor], list[Handle]]:
+    def unshard(self, stage: int) -> tuple[list[Tensor], list[Work]]:
         if (shard := self.shards.get(stage)) is None:
             return [], []
         handles = shard.gather()
@@ -771,14 +777,14 @@ class TorchAdapter:
             handle.wait()
         return shard.memory, []
 
-    def drop(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         if stage in self.advances:  # also on a rank that ran no sample
             self.advances[stage].prepare()
         if stage in self.shards:
             self.shards[stage].release()
 
     @contextmanager
-    def whole_weights(self, *, fetched: bool = True) -> Iterator[None]:
+    def unsharded_weights(self, *, fetched: bool = True) -> Iterator[None]:
         """All of this rank's weights that are shared out, in which one may write; all ranks must
         come here, unless what they are now is of no interest and need not be `fetched`. Those that
         are put away just here are to be had one by one: `copy` and `put`."""
@@ -821,7 +827,7 @@ class TorchAdapter:
         own = self.weights[name]
         return own if isinstance(own, nn.Parameter) else current(self.model, name)
 
-    def settle_alone(self) -> None:
+    def finish_running_stats(self) -> None:
         """Statistics of stages that this rank holds alone, but saw out of order; and buffers that
         every replica changes by itself."""
         for stage, advance in self.advances.items():
@@ -829,10 +835,10 @@ class TorchAdapter:
             if not advance.states and shard is not None and shard.at_home:
                 for handle in shard.gather():  # its replica had nothing to do in this step
                     handle.wait()
-                self.drop(stage)
+                self.reshard(stage)
             advance.finish()
         for stage, statistics in self.statistics.items():
-            if len(self.plan.holders[stage]) == 1:
+            if len(self.plan.replica_groups[stage]) == 1:
                 statistics.finish(statistics.sums)
 
     def weighted_loss(self) -> float:
@@ -845,13 +851,13 @@ class TorchAdapter:
 
     # --- bytes and seconds --------------------------------------------------------------------
 
-    def stash(self, stage: int, micro_batch: int) -> int:
-        return self.stash_bytes.get((stage, micro_batch), 0)
+    def activation_bytes(self, stage: int, micro_batch: int) -> int:
+        return self.activation_bytes_of.get((stage, micro_batch), 0)
 
-    def surge(self, stage: int, micro_batch: int) -> int:
-        return self.surge_bytes[stage, micro_batch]
+    def temporary_bytes(self, stage: int, micro_batch: int) -> int:
+        return self.temporary_bytes_of[stage, micro_batch]
 
-    def standing(self) -> Memory:
+    def resident_memory(self) -> Memory:
         alone = [p for p in self.parameters_here if id(p) not in self.in_shards]
         gradients = self.size([p.grad for p in alone if p.grad is not None])
         weights = self.weight_bytes
@@ -860,10 +866,10 @@ class TorchAdapter:
             weights += shard.weight_bytes
         state = self.state()
         away = sum(store.used for store in self.stores)
-        if self.plan.put_away("weights") == "host":  # where the optimizer works, its state is
+        if self.plan.offloaded_to("weights") == "host":  # where the optimizer works, its state is
             away, state = away + self.size(state), []
         here = self.size([x for x in state if x.is_sparse or x.untyped_storage().nbytes()])
-        return Memory(weights=weights, gradients=gradients, optimizer=here, away=away)
+        return Memory(weights=weights, gradients=gradients, optimizer=here, offloaded=away)
 
     def state(self) -> list[Tensor]:
         """The optimizer's, wherever it is."""

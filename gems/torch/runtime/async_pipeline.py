@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from gems.engine.windows import Endless
-from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, faults
+from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, problems
 from gems.predict.timeline import Timeline
 from gems.torch.consensus import Claim, agree, listed
 from gems.torch.runtime.microbatch import describe, split
 from gems.torch.runtime.rng import key
 from gems.torch.runtime.two_batches import Turns
-from gems.transport.protocol import Done, Handle
+from gems.transport.protocol import Done, Work
 
 if TYPE_CHECKING:
     from gems.torch.trainer import Step, Trainer
@@ -47,7 +47,7 @@ class Said:
     given: str
     hash: tuple[int, int]
     parts: Tensor
-    handle: Handle
+    handle: Work
 
 
 def _hash(what: int) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class Run:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.transport = trainer, trainer.transport
         if trainer.trains:
-            self.refuse()
+            self.reject()
         self.turns = Turns(trainer.adapter, trainer.plan)
         self.engine = Endless(
             trainer.plan, trainer.schedule, self.turns, trainer.transport, self._update
@@ -70,10 +70,10 @@ class Run:
         self.loss, self.told = math.nan, False  # of the last one that was updated
         self.modes = self._modes()
         self.wrong: str | None = None  # a loss that no update can be made of
-        self.words: deque[list[tuple[Handle, Tensor]]] = deque()  # on their way to later stages
-        self.calls: deque[tuple[Handle, Tensor]] = deque()  # which call every rank has begun
+        self.words: deque[list[tuple[Work, Tensor]]] = deque()  # on their way to later stages
+        self.calls: deque[tuple[Work, Tensor]] = deque()  # which call every rank has begun
 
-    def refuse(self) -> None:
+    def reject(self) -> None:
         """What cannot be done without waiting for all of a batch on all ranks."""
         trainer = self.trainer
         found = []
@@ -104,7 +104,7 @@ class Run:
                 "gradients at different times; put these into one stage"
             )
         if found:
-            raise PlanError(faults("schedule '2bw' cannot do this; use '1f1b', or:", found))
+            raise PlanError(problems("schedule '2bw' cannot do this; use '1f1b', or:", found))
 
     def _tied(self) -> list[str]:
         mine = dict(self.trainer.model.named_parameters())
@@ -151,7 +151,7 @@ class Run:
         """What is left of the last batch, and its update; None if nothing is under way."""
         from gems.torch.trainer import Step
 
-        self.trainer.refuse_unusable()
+        self.trainer.reject_unusable()
         if not self.engine.going:
             return None
         start = perf_counter()
@@ -243,7 +243,7 @@ class Run:
         flushes waits for all others anyway, and one that steps looks when it updates."""
         table = torch.zeros(self.transport.world, dtype=torch.int64)
         table[self.transport.rank] = CALLS.index(call)
-        handle = self.transport.add_up(table, tuple(range(self.transport.world)))
+        handle = self.transport.all_reduce(table, tuple(range(self.transport.world)))
         self.calls.append((handle, table))
 
     def _same_calls(self) -> None:
@@ -275,12 +275,12 @@ class Run:
         plan, to = self.trainer.plan, self.transport
         stage = plan.stages_on[to.rank][0]
         what = torch.tensor([self.what], device=self.trainer.device)
-        replica = next(r for r, row in enumerate(plan.teams) if to.rank in row[stage])
-        behind = [r for s in plan.sinks[stage] for r in plan.team_of(s, replica)]
-        before = [r for s in plan.sources[stage] for r in plan.team_of(s, replica)]
-        self.words.append([(to.send(word := what.clone(), r), word) for r in behind])
+        replica = next(r for r, row in enumerate(plan.spatial_groups) if to.rank in row[stage])
+        behind = [r for s in plan.sinks[stage] for r in plan.spatial_group_of(s, replica)]
+        before = [r for s in plan.sources[stage] for r in plan.spatial_group_of(s, replica)]
+        self.words.append([(to.isend(word := what.clone(), r), word) for r in behind])
         heard = [torch.zeros_like(what) for _ in before]
-        for handle in [to.receive(word, r) for word, r in zip(heard, before, strict=True)]:
+        for handle in [to.irecv(word, r) for word, r in zip(heard, before, strict=True)]:
             handle.wait()
         if (
             len(self.words) > 2
@@ -297,13 +297,13 @@ class Run:
         parts = [plain.weighted_loss(), told, *_hash(self.what)]
         sums = torch.tensor(parts, dtype=torch.float64)
         everyone = tuple(range(self.transport.world))
-        handle = self.transport.add_up(sums, everyone)
+        handle = self.transport.all_reduce(sums, everyone)
         said = Said(trainer.steps - 1, self.given, _hash(self.what), sums, handle)
         self.said.append(said)
 
     # --- an update ----------------------------------------------------------------------------
 
-    def _update(self, stage: int) -> tuple[int, Handle]:
+    def _update(self, stage: int) -> tuple[int, Work]:
         """Of the batch whose gradients were summed, if its loss is a number."""
         said, trainer = self.said.popleft(), self.trainer
         assert trainer.optimizer is not None

@@ -22,7 +22,7 @@ from gems.torch.runtime.norm_gradients import normalises, sound
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.split_backward import hooked
 from gems.torch.runtime.strides import restrided
-from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_place
+from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
 
 if TYPE_CHECKING:
     from gems.torch.spatial.partition import Bound
@@ -286,8 +286,8 @@ class _Writer:
             return "[" + ", ".join(self.expression(i) for i in x) + "]"
         if type(x) is dict:
             return "{" + ", ".join(f"{k!r}: {self.expression(v)}" for k, v in x.items()) + "}"
-        leaves, form = pytree.tree_flatten(x, is_leaf=is_place)
-        if any(map(is_place, leaves)):  # a named tuple, an ordered dict, ...
+        leaves, form = pytree.tree_flatten(x, is_leaf=is_placeholder)
+        if any(map(is_placeholder, leaves)):  # a named tuple, an ordered dict, ...
             return f"_unflatten([{', '.join(map(self.expression, leaves))}], {self.bind(form)})"
         return self.bind(x)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.errors import GemsError, PlanError, faults
+from gems.errors import GemsError, PlanError, problems
 from gems.plans.plan import Plan
 from gems.torch.state.ownership import Ownership
 from gems.transport.protocol import Transport
@@ -53,7 +53,7 @@ def with_loss(owned: Ownership, names: Iterable[str], plan: Plan) -> Ownership:
     names = list(names)
     return Ownership(
         owned.stages | dict.fromkeys(names, (last,)),
-        owned.holders | dict.fromkeys(names, tuple(sorted(plan.holders[last]))),
+        owned.replica_groups | dict.fromkeys(names, tuple(sorted(plan.replica_groups[last]))),
     )
 
 
@@ -86,7 +86,7 @@ def whole_loss_state(
     found: dict[str, Tensor] = {}
     for name, p in parameters.items():
         value = torch.zeros(p.shape, dtype=p.dtype)
-        source = owned.holders[name][0]
+        source = owned.replica_groups[name][0]
         if transport.rank == source:
             value.copy_(copy(name).detach())
         if transport.world > 1:
@@ -116,7 +116,7 @@ class Leaves:
         """`weights` are those of this rank."""
         self.missing = [name for name in self.all if name not in weights]
         for name, tensor in weights.items():
-            alone = owned.holders[name] == (rank,)
+            alone = owned.replica_groups[name] == (rank,)
             if last in owned.stages[name] or alone:
                 self.allowed.add(id(tensor))
             else:
@@ -173,7 +173,7 @@ class Leaves:
                 found.append(f"a trainable tensor of shape {tuple(leaf.shape)}")
         if found:
             raise GemsError(
-                faults(
+                problems(
                     "the loss has a gradient for what is not the last stage's, so that it would be "
                     f"lost, or summed over the wrong ranks. {PENALTY}; trainable weights of the "
                     "loss are parameters of a loss that is an nn.Module. It leads to:",

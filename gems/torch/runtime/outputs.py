@@ -44,7 +44,7 @@ def _shared(
     """The outputs of one micro-batch, on every rank: each box from the rank that has it."""
     found = []
     last = plan.depth - 1
-    team = plan.team_for(last, i)
+    team = plan.spatial_group_for(last, i)
     for at, ref in enumerate(leaves_of(cut.trace.record.output)):
         value = cut.trace.graph.value[ref.name]
         dtype = getattr(torch, value.dtype)

@@ -22,11 +22,11 @@ from gems.plans.plan import Plan
 from gems.predict.recompute_cost import Footprint, entering, footprint, kept_of, runs
 from gems.schedule.core import Message
 from gems.torch.runtime.codegen import Program
-from gems.torch.runtime.reshard import Passage, whole
+from gems.torch.runtime.reshard import Transfer, whole
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.streaming import Stream
-from gems.torch.spatial.cut_loss import CutLoss
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.cut_loss import TiledLoss
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import (
     Bound,
     Laid,
@@ -64,8 +64,8 @@ class Cut:
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     footprints: dict[int, Footprint] = field(default_factory=dict)
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
-    losses: dict[Any, CutLoss] = field(default_factory=dict)
-    passages: dict[tuple[Any, ...], Passage] = field(default_factory=dict)
+    losses: dict[Any, TiledLoss] = field(default_factory=dict)
+    transfers: dict[tuple[Any, ...], Transfer] = field(default_factory=dict)
     changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class Cut:
     def _best(self, stage: int, make: Any) -> Laid:
         """Layers fetch together while the messages saved cost more than the work done twice."""
         device = self.machine.device
-        link = self.machine.slowest(self.plan.team_of(stage, 0))
+        link = self.machine.slowest(self.plan.spatial_group_of(stage, 0))
         rate = device.flops * device.compute_efficiency
         graph = self.trace.graph
         size = ITEMSIZE[graph.value[graph.inputs[0]].dtype]
@@ -264,7 +264,7 @@ class Cut:
         key = (stage, *team)
         if key not in self.bound:
             grid = tuple(n for n in self.plan.grids[stage].shape if n > 1)
-            place = Team(grid, team, team.index(rank), transport)
+            place = SpatialGroup(grid, team, team.index(rank), transport)
             self.bound[key] = bind(self.laid[stage], place)
         return self.bound[key]
 
@@ -276,7 +276,7 @@ class Cut:
         found = layout.own_boxes() if own else layout.boxes()
         return dict(zip(team, found, strict=True))
 
-    def passage(
+    def transfer(
         self,
         value: Value,
         source: int,
@@ -284,18 +284,18 @@ class Cut:
         givers: Sequence[int],
         takers: Sequence[int],
         back: bool,
-    ) -> Passage:
+    ) -> Transfer:
         """How a value gets from one stage to another, or its gradient back."""
         key = (value.name, source, target, *givers, -1, *takers, back)
-        if key not in self.passages:
-            self.passages[key] = Passage(
+        if key not in self.transfers:
+            self.transfers[key] = Transfer(
                 value,
                 self.boxes(source, value.name, givers, own=True),
                 self.boxes(source, value.name, givers, own=False),
                 self.boxes(target, value.name, takers, own=False),
                 back,
             )
-        return self.passages[key]
+        return self.transfers[key]
 
 
 def _log_gathered(stage: int, grid: Grid, laid: Laid) -> None:
@@ -317,7 +317,7 @@ def _cut_dims(rank: int, grid: Grid) -> tuple[int, ...] | None:
     return tuple(d for d, n in zip(dims, grid.tiles, strict=True) if n > 1)
 
 
-def cut_up(
+def partition_model(
     traced: Trace,
     plan: Plan,
     model: nn.Module,

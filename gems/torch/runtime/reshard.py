@@ -28,7 +28,7 @@ def whole(value: Value, team: Sequence[int]) -> dict[int, Box]:
 
 
 @dataclass(frozen=True)
-class Passage:
+class Transfer:
     """One value between two teams: what each rank sends from, and what each wants.
 
     `back` turns it round: what was wanted is then what a rank sends, and what arrives adds up.
@@ -78,34 +78,34 @@ def _at_least_one_dim(box: Box) -> Box:
 
 
 def pack(
-    passages: Sequence[Passage], tensors: Mapping[str, Tensor], rank: int, target: int
+    transfers: Sequence[Transfer], tensors: Mapping[str, Tensor], rank: int, target: int
 ) -> list[Tensor]:
     """Flat buffers of what `rank` sends to `target`."""
     found = []
-    for passage in passages:
-        tensor, value = tensors[passage.value.name], passage.value
-        if passage.plain and value.bytes:
+    for transfer in transfers:
+        tensor, value = tensors[transfer.value.name], transfer.value
+        if transfer.plain and value.bytes:
             found.append(flat(tensor, value))
         elif value.bytes:
-            held = passage.sent_from(rank)
-            boxes = passage.between(rank, target)
+            held = transfer.sent_from(rank)
+            boxes = transfer.between(rank, target)
             found += [_piece(tensor, held, box).view(torch.uint8) for box in boxes]
     return found
 
 
 def buffers(
-    passages: Sequence[Passage], rank: int, source: int, device: torch.device
+    transfers: Sequence[Transfer], rank: int, source: int, device: torch.device
 ) -> list[Tensor]:
     """Room for what `source` sends to `rank`."""
     return [
         torch.empty(box.size * ITEMSIZE[p.value.dtype], dtype=torch.uint8, device=device)
-        for p in passages
+        for p in transfers
         for box in p.between(source, rank)
     ]
 
 
 def unpack(
-    passages: Sequence[Passage],
+    transfers: Sequence[Transfer],
     rank: int,
     own: Mapping[str, Tensor] | None,
     arrived: Mapping[int, Sequence[Tensor]],
@@ -114,15 +114,15 @@ def unpack(
     """The values on `rank`: of what it has itself, and of what the others sent."""
     found = {}
     parts = {source: iter(buffers) for source, buffers in arrived.items()}
-    for passage in passages:
-        value = passage.value
+    for transfer in transfers:
+        value = transfer.value
         mine = None if own is None else own[value.name]
         if not value.bytes:
             found[value.name] = torch.empty(value.shape, dtype=_dtype(value), device=device)
-        elif passage.plain:
-            found[value.name] = mine if mine is not None else _only(parts, value, passage.back)
+        elif transfer.plain:
+            found[value.name] = mine if mine is not None else _only(parts, value, transfer.back)
         else:
-            found[value.name] = _assembled(passage, rank, mine, parts, device)
+            found[value.name] = _assembled(transfer, rank, mine, parts, device)
     return found
 
 
@@ -132,37 +132,37 @@ def _only(parts: Mapping[int, Iterator[Tensor]], value: Value, back: bool) -> Te
 
 
 def _assembled(
-    passage: Passage,
+    transfer: Transfer,
     rank: int,
     own: Tensor | None,
     parts: Mapping[int, Iterator[Tensor]],
     device: torch.device,
 ) -> Tensor:
     """A value's part on this rank, out of boxes; on the way back they add up."""
-    value, frame = passage.value, passage.received_in(rank)
+    value, frame = transfer.value, transfer.received_in(rank)
     missing = present = False  # of the gradients that arrive
     found = torch.empty(0, dtype=_dtype(value), device=device)
-    if passage.back or not value.shape:
+    if transfer.back or not value.shape:
         found = found.new_zeros(frame.shape)
     else:
         found = strided(frame.shape, tile_strides(value, frame.shape), found)
     for source in sorted({*parts, rank}):
-        for box in passage.between(source, rank):
+        for box in transfer.between(source, rank):
             if source != rank:
                 part = next(parts[source]).view(found.dtype)
             else:
                 assert own is not None
-                part = _piece(own, passage.sent_from(rank), box)
+                part = _piece(own, transfer.sent_from(rank), box)
             here = found[box.relative_to(frame).slices()]
             part = part.view(box.shape)
-            if passage.back and is_absent(part):
+            if transfer.back and is_absent(part):
                 missing = True
                 continue
             present = True
-            here.add_(part) if passage.back else here.copy_(part)
+            here.add_(part) if transfer.back else here.copy_(part)
     if missing and not present:
         found = absent(frame.shape, found.dtype, device)
-    if passage.back or frame.shape != value.shape:
+    if transfer.back or frame.shape != value.shape:
         return found if value.shape else found.view(())
     return as_recorded(found, value) if value.shape else found.view(())
 

@@ -34,25 +34,25 @@ from gems.torch.runtime.microbatch import read_box
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.split_backward import receive
 from gems.torch.runtime.strides import strided
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.halo_stash import Slabs
 from gems.torch.spatial.partition import Bound, Laid, bind, one_part
 from gems.torch.spatial.rule import Run
 from gems.torch.tracing.calls import Call, Record
 from gems.torch.tracing.op_meter import storage_of
-from gems.transport.protocol import Handle
+from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
 KNOWN = 2048  # calls of all blocks that a stage remembers, of some 3 KB each
 
 
-class Alone(Team):
+class Alone(SpatialGroup):
     """A team of one block, which has nobody to ask."""
 
-    def post(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Handle]:
+    def post(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
         raise AssertionError("a block that is computed by itself cannot ask another one")
 
-    def send(self, member: int, parts: Sequence[Tensor]) -> Handle:
+    def send(self, member: int, parts: Sequence[Tensor]) -> Work:
         raise AssertionError("a block that is computed by itself cannot tell another one")
 
     def total(self, mine: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Stream:
         self.known: list[Block] = []
         self.now: Bound | None = None
         self.bundle: Bundle | None = None  # of the forward under way, if its inputs are put away
-        self.surge = 0
+        self.temporary = 0
 
     def _dispatch(self, name: str) -> Run:
         """The call as the block under way makes it."""
@@ -211,7 +211,7 @@ class _Streamed(torch.autograd.Function):
         back = _Back(stream, inputs, ctx.needs_input_grad[2:], arrived)
         for block in stream.blocks() if arrived else ():
             back.through(block)
-        stream.surge = back.most
+        stream.temporary = back.most
         return None, None, *(back.sums.get(name) for name in stream.inputs)
 
 
@@ -231,7 +231,7 @@ class _Back:
         kept = [x for name, x in zip(stream.inputs, inputs, strict=True) if name not in stream.own]
         self.storages = stream.weights | {storage_of(x) for x in kept}  # there anyway
         wants = (x for x, wants in zip(inputs, wanted, strict=True) if wants)
-        self.standing = sum(x.numel() * x.element_size() for x in (*gradients.values(), *wants))
+        self.resident = sum(x.numel() * x.element_size() for x in (*gradients.values(), *wants))
         self.most = 0
 
     def through(self, block: Block) -> None:
@@ -249,7 +249,7 @@ class _Back:
             if name in self.gradients and x.requires_grad
         ]
         del results
-        self.most = max(self.most, slabs.bytes + self.standing)
+        self.most = max(self.most, slabs.bytes + self.resident)
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
 

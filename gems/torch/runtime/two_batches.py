@@ -20,7 +20,7 @@ from gems.torch.runtime.adapter import OF_A_BATCH, TorchAdapter
 from gems.torch.runtime.microbatch import Batch
 from gems.torch.state.weight_versions import Versions
 from gems.torch.tracing.op_meter import storage_of
-from gems.transport.protocol import Handle
+from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -133,32 +133,32 @@ class Turns:
         self.turn_to(self.summed % AT_ONCE)
         self.plain.unbucket(stage)
 
-    def gather(self, stage: int) -> tuple[list[Tensor], list[Handle]]:
-        return self.plain.gather(stage)
+    def unshard(self, stage: int) -> tuple[list[Tensor], list[Work]]:
+        return self.plain.unshard(stage)
 
-    def drop(self, stage: int) -> None:
-        self.plain.drop(stage)
+    def reshard(self, stage: int) -> None:
+        self.plain.reshard(stage)
 
-    def store(self, stage: int, micro_batch: int) -> list[Handle]:
+    def store(self, stage: int, micro_batch: int) -> list[Work]:
         return self.plain.store(stage, self._at(micro_batch))
 
-    def let_go(self, stage: int, micro_batch: int) -> None:
-        self.plain.let_go(stage, self._at(micro_batch))
+    def release_stored(self, stage: int, micro_batch: int) -> None:
+        self.plain.release_stored(stage, self._at(micro_batch))
 
-    def load(self, stage: int, micro_batch: int) -> list[Handle]:
+    def load(self, stage: int, micro_batch: int) -> list[Work]:
         return self.plain.load(stage, self._at(micro_batch))
 
-    def arrive(self, stage: int, micro_batch: int) -> None:
-        self.plain.arrive(stage, self._at(micro_batch))
+    def finish_load(self, stage: int, micro_batch: int) -> None:
+        self.plain.finish_load(stage, self._at(micro_batch))
 
-    def stash(self, stage: int, micro_batch: int) -> int:
-        return self.plain.stash(stage, self._at(micro_batch))
+    def activation_bytes(self, stage: int, micro_batch: int) -> int:
+        return self.plain.activation_bytes(stage, self._at(micro_batch))
 
-    def surge(self, stage: int, micro_batch: int) -> int:
-        return self.plain.surge(stage, self._at(micro_batch))
+    def temporary_bytes(self, stage: int, micro_batch: int) -> int:
+        return self.plain.temporary_bytes(stage, self._at(micro_batch))
 
-    def standing(self) -> Memory:
-        found = self.plain.standing()
+    def resident_memory(self) -> Memory:
+        found = self.plain.resident_memory()
         return replace(found, weights=found.weights + self.versions.bytes)
 
     def size(self, buffers: Sequence[Tensor]) -> int:

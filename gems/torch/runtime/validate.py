@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.errors import PlanError, faults
+from gems.errors import PlanError, problems
 from gems.torch.runtime.partitioned_model import Cut
 from gems.torch.state.ownership import Ownership
 
 
-def refuse_misplaced(
+def reject_misplaced(
     cut: Cut, owned: Ownership, sharded: Collection[int], unordered: Collection[int]
 ) -> None:
     """Weights must be where they are used, and forward must not change what others keep."""
@@ -24,7 +24,7 @@ def refuse_misplaced(
     ]
     if found:
         raise PlanError(
-            faults(
+            problems(
                 "this model cannot run exactly under this plan:",
                 dict.fromkeys(found),
             )
@@ -35,11 +35,11 @@ def _elsewhere(cut: Cut, owned: Ownership, sharded: bool) -> Iterator[str]:
     trainable = {n for n, p in cut.model.named_parameters() if p.requires_grad}
     strict = torch.is_grad_enabled() or sharded
     for stage in range(cut.plan.depth):
-        ranks = set(cut.plan.holders[stage])
+        ranks = set(cut.plan.replica_groups[stage])
         for call in cut.calls(stage):
             for name in call.attrs:
                 known = stage in owned.stages[name] or not (strict and name in trainable)
-                if not known or not ranks <= set(owned.holders[name]):
+                if not known or not ranks <= set(owned.replica_groups[name]):
                     yield (
                         f"{call.name} of stage {stage} uses {name}, which belongs to stages "
                         f"{owned.stages[name]} since the model was recorded first; make a new "

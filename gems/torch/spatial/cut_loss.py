@@ -21,9 +21,9 @@ from gems.geometry.layout import Layout
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import read_box, signature, stand_ins, tensors
 from gems.torch.runtime.rng import Draws
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import Bound, Laid, Uncuttable, bind, lay_out
-from gems.torch.tracing.calls import Attr, Record, Ref, is_place, leaves_of
+from gems.torch.tracing.calls import Attr, Record, Ref, is_placeholder, leaves_of
 from gems.torch.tracing.recorder import REMEDY, record
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _Compared(nn.Module):
 
 
 @dataclass
-class CutLoss:
+class TiledLoss:
     """A loss, recorded for outputs and targets of some shapes, and laid out over a grid."""
 
     module: nn.Module
@@ -76,7 +76,7 @@ class CutLoss:
         same = mine is loss or (isinstance(mine, _Called) and mine.function is loss)
         return same and "loss" in self.record.leaves
 
-    def on(self, team: Team, draws: Draws) -> tuple[Program, Bound]:
+    def on(self, team: SpatialGroup, draws: Draws) -> tuple[Program, Bound]:
         """The loss on this rank of a team."""
         if team.ranks not in self.bound:
             placed, calls = bind(self.laid, team), self.record.calls
@@ -102,8 +102,8 @@ class CutLoss:
 
 
 def prepare(
-    loss: Loss, model: Record, last: Laid, target: Any, draws: Draws, known: dict[Any, CutLoss]
-) -> CutLoss:
+    loss: Loss, model: Record, last: Laid, target: Any, draws: Draws, known: dict[Any, TiledLoss]
+) -> TiledLoss:
     """The loss for targets like this, if need be recorded anew; `known` has those so far.
 
     A loss may change from step to step (a weight that grows, say), and a recording would not
@@ -113,7 +113,7 @@ def prepare(
     if key in known and known[key].opaque(loss):  # which is called as it is, whatever it does
         return known[key]
     module = _Compared(loss)
-    args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_place), stand_ins(target))
+    args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_placeholder), stand_ins(target))
     try:
         traced = record(module, args, device=model.device)
     except TraceError as error:
@@ -149,14 +149,17 @@ def _print(traced: Record) -> tuple[Any, ...]:
         return x if isinstance(x, plain) else id(x)
 
     return tuple(
-        (call.name, *map(spelled, pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_place)))
+        (
+            call.name,
+            *map(spelled, pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_placeholder)),
+        )
         for call in traced.calls
     )
 
 
 def _laid(
     module: nn.Module, traced: Record, model: Record, last: Laid, draws: Draws, print: Any
-) -> CutLoss:
+) -> TiledLoss:
     layouts = [last.layouts.get(ref.name) for ref in leaves_of(model.output)]
     given = {n: x for n, x in zip(traced.inputs, layouts, strict=False) if x is not None}
     targets = list(traced.inputs[len(layouts) :])
@@ -177,7 +180,7 @@ def _laid(
     if len(traced.outputs) != 1 or traced.outputs[0] in laid.layouts:
         shapes = [traced.values[name].shape for name in traced.outputs]
         raise PlanError(f"the loss of a cut output must give one number; it gives {shapes}")
-    return CutLoss(module, traced, laid, targets, print)
+    return TiledLoss(module, traced, laid, targets, print)
 
 
 def _like(shape: tuple[int, ...], outputs: list[Layout]) -> Layout | None:

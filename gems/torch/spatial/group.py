@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from gems.geometry.box import Box, Move, moves
 from gems.geometry.layout import place
-from gems.transport.protocol import Handle, Transport
+from gems.transport.protocol import Transport, Work
 
 Tensor = torch.Tensor
 CHANNEL = 1  # of the transport: what is exchanged inside a stage never mixes with stages' messages
@@ -27,7 +27,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Team:
+class SpatialGroup:
     """The ranks of one stage, in the order of the grid's cells; this rank is number `me`."""
 
     grid: tuple[int, ...]
@@ -44,13 +44,13 @@ class Team:
     def place(self) -> tuple[int, ...]:
         return place(self.grid, self.me)
 
-    def post(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Handle]:
+    def post(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
         """Expect `count` numbers from a member."""
         buffer = torch.empty(count * like.element_size(), dtype=torch.uint8, device=like.device)
-        handle = self.transport.receive(buffer, self.ranks[member], CHANNEL)
+        handle = self.transport.irecv(buffer, self.ranks[member], CHANNEL)
         return buffer.view(like.dtype), handle
 
-    def send(self, member: int, parts: Sequence[Tensor]) -> Handle:
+    def send(self, member: int, parts: Sequence[Tensor]) -> Work:
         """Send some tensors to a member, flat and in one message."""
         flat = (
             parts[0].reshape(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
@@ -58,7 +58,7 @@ class Team:
         flat = flat.contiguous().view(torch.uint8)
         self.traffic.messages += 1
         self.traffic.bytes += flat.numel()
-        return self.transport.send(flat, self.ranks[member], CHANNEL)
+        return self.transport.isend(flat, self.ranks[member], CHANNEL)
 
     def rows(self, mine: Tensor) -> list[Tensor]:
         """Everybody's tensor of this shape, in the order of members: the same bits everywhere."""
@@ -84,7 +84,7 @@ class Total(torch.autograd.Function):
     """A sum over the team that every member gets; so does the gradient, by the same sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+    def forward(ctx: Any, x: Tensor, team: SpatialGroup) -> Tensor:
         ctx.team = team
         ctx.set_materialize_grads(False)
         return team.total(x)
@@ -99,8 +99,8 @@ class Total(torch.autograd.Function):
 class Trade:
     """An exchange under way: boxes that arrive, in whose message, and what is being sent."""
 
-    arriving: list[tuple[list[Box], Tensor, Handle]]
-    sending: list[Handle]
+    arriving: list[tuple[list[Box], Tensor, Work]]
+    sending: list[Work]
 
     def parts(self) -> list[Tensor]:
         """Wait for all of it; what arrived, box by box."""
@@ -137,7 +137,7 @@ class Exchange:
 
     def __init__(
         self,
-        team: Team,
+        team: SpatialGroup,
         have: Sequence[Box],
         want: Sequence[Sequence[Box]],
         at: Sequence[Box],

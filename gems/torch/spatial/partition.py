@@ -21,13 +21,13 @@ from gems.geometry.box import Box, moves
 from gems.geometry.layout import Layout, Spans, around, clipped, hulls, read
 from gems.geometry.window import Same
 from gems.torch.runtime.rng import Draws
-from gems.torch.spatial.group import Team
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.rule import (
     OWN,
     SPREADS,
     Ask,
-    NoCut,
     Notes,
+    NotTileable,
     Rule,
     Run,
     Site,
@@ -192,7 +192,7 @@ def _cut(
                     rule = fallback.alone(ask)
                 if rule is None and lent.intersection(call.reads):
                     rule = fallback.recut(ask)
-        except NoCut as why:
+        except NotTileable as why:
             raise Uncuttable(call, ask.name, str(why)) from why
         layouts.update(rule.outs if rule else {})
         if (rule is not None and rule.whole) or lent.intersection(call.reads):
@@ -248,7 +248,7 @@ def _spread(ask: Ask) -> Rule | None:
         return None
     try:
         return ask.make(ask)
-    except NoCut:
+    except NotTileable:
         return None
 
 
@@ -258,7 +258,7 @@ def _gathering(ask: Ask) -> Rule:
         return _rule(ask)
     except fallback.Shared:
         raise
-    except NoCut as why:
+    except NotTileable as why:
         return fallback.gathered(ask, str(why))
 
 
@@ -266,14 +266,14 @@ def _rule(ask: Ask) -> Rule:
     make = ask.make
     owner = getattr(ask.call.function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        raise NoCut("is an autograd function; what its backward looks at is not known")
+        raise NotTileable("is an autograd function; what its backward looks at is not known")
     if ask.module is not None and observed(ask.module):
-        raise NoCut("carries hooks, which expect to see the whole tensor")
+        raise NotTileable("carries hooks, which expect to see the whole tensor")
     if make is None:
         if not ask.call.pointwise:
-            raise NoCut("is not a layer that is known to have an exact cut")
+            raise NotTileable("is not a layer that is known to have an exact cut")
         if ask.call.random:
-            raise NoCut("draws random numbers for a part of a tensor")
+            raise NotTileable("draws random numbers for a part of a tensor")
         return elementwise.pointwise(ask)
     return make(ask)
 
@@ -394,7 +394,7 @@ def one_part(laid: Laid, place: Sequence[int]) -> Laid:
 class Bound:
     """A stage on one rank of its team: what to call instead of each cut call."""
 
-    team: Team
+    team: SpatialGroup
     laid: Laid
     runs: dict[str, Run]
     memory: Notes
@@ -410,7 +410,7 @@ class Bound:
         return layout is not None and any(box.empty for box in layout.boxes())
 
 
-def bind(laid: Laid, team: Team) -> Bound:
+def bind(laid: Laid, team: SpatialGroup) -> Bound:
     memory, runs = Notes(), {}
     for ask, rule, wants in zip(laid.asks, laid.rules, laid.wants, strict=True):
         if rule is None:

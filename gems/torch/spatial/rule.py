@@ -2,7 +2,7 @@
 
 A rule is a function of `Ask`: one call, and how its inputs are cut. It answers with a `Rule`: how
 the results are cut, what each of them reads, and a function of `Site` that makes the thing to call
-instead of the recorded call. A call that has no exact cut raises `NoCut` and says why.
+instead of the recorded call. A call that has no exact cut raises `NotTileable` and says why.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from gems.geometry.window import Same, Window
 from gems.model.graph import Value, Weight
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.split_backward import Entry
-from gems.torch.spatial.group import Exchange, Fetch, Framed, Team
+from gems.torch.spatial.group import Exchange, Fetch, Framed, SpatialGroup
 from gems.torch.spatial.halo_stash import Slabs
 from gems.torch.spatial.rules.parametrized import plain_type, prepare, prepared, shown
-from gems.torch.tracing.calls import Attr, Call, Ref, is_place
+from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder
 from gems.torch.tracing.recorder import name_of
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]
 
 
-class NoCut(Exception):
+class NotTileable(Exception):
     """Why a call cannot be cut exactly."""
 
 
@@ -112,7 +112,7 @@ class Ask:
     def out(self) -> str:
         """The call's only result."""
         if len(self.call.writes) != 1:
-            raise NoCut(f"gives {len(self.call.writes)} results")
+            raise NotTileable(f"gives {len(self.call.writes)} results")
         return self.call.writes[0]
 
     def shape(self, x: str | Ref) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class Ask:
             lengths = [layout.shape[d] for d in layout.dims]
             if max(lengths) > 1 and lengths == [shape[d] for d in layout.dims]:
                 return Layout(tuple(shape), layout.dims, layout.own, layout.own)
-        raise NoCut(f"makes {tuple(shape)}, and no such image is cut")
+        raise NotTileable(f"makes {tuple(shape)}, and no such image is cut")
 
     def named(self, stub: Run, attributes: Sequence[str] = ()) -> dict[str, Any]:
         """The recorded arguments by name: of a function, or of a module's input and settings."""
@@ -145,13 +145,13 @@ class Ask:
         """The layout of the input that matters, which must be the only cut one."""
         layout = self.primary_of(x)
         if len(self.cut) > 1:
-            raise NoCut("reads several cut tensors")
+            raise NotTileable("reads several cut tensors")
         return layout
 
     def primary_of(self, x: Any) -> Layout:
         layout = self.layout(x)
         if layout is None:
-            raise NoCut("reads a cut tensor where it takes a whole one")
+            raise NotTileable("reads a cut tensor where it takes a whole one")
         return layout
 
 
@@ -170,7 +170,7 @@ def _named(
     try:
         bound = _signature(stub).bind(*args, **kwargs)
     except TypeError as error:
-        raise NoCut(f"is called in a way that is not known here ({error})") from error
+        raise NotTileable(f"is called in a way that is not known here ({error})") from error
     bound.apply_defaults()
     return dict(bound.arguments)
 
@@ -195,7 +195,7 @@ class Notes:
 class Site:
     """Where a call runs: this rank's place in the team, and all boxes, settled."""
 
-    team: Team
+    team: SpatialGroup
     ask: Ask
     rule: Rule
     layouts: Mapping[str, Layout]  # of all values, as they really are
@@ -289,10 +289,12 @@ class Site:
 
         A place is a `Ref`, an `Attr`, or a tensor that is neither value nor weight: a constant.
         """
-        places = pytree.tree_leaves((self.call.args, self.call.kwargs), is_leaf=is_place)
-        changes = [change(x) if is_place(x) or isinstance(x, Tensor) else None for x in places]
+        places = pytree.tree_leaves((self.call.args, self.call.kwargs), is_leaf=is_placeholder)
+        changes = [
+            change(x) if is_placeholder(x) or isinstance(x, Tensor) else None for x in places
+        ]
 
-        flat = all(pytree.tree_is_leaf(x, is_leaf=is_place) for x in self.call.args)
+        flat = all(pytree.tree_is_leaf(x, is_leaf=is_placeholder) for x in self.call.args)
         if flat and not self.call.kwargs:  # as most are
 
             def run_flat(*args: Any) -> Any:
@@ -325,7 +327,7 @@ def same(layout: Layout) -> tuple[Window, ...]:
 
 
 def refs(x: Any) -> list[Ref]:
-    return [leaf for leaf in pytree.tree_leaves(x, is_leaf=is_place) if isinstance(leaf, Ref)]
+    return [leaf for leaf in pytree.tree_leaves(x, is_leaf=is_placeholder) if isinstance(leaf, Ref)]
 
 
 Make = Callable[[Ask], Rule]

@@ -14,7 +14,7 @@ from gems.errors import PlanError
 from gems.torch.offload.optimizer import States
 from gems.torch.offload.stores import Store
 from gems.torch.state.param_shards import Shard
-from gems.transport.protocol import Done, Handle
+from gems.transport.protocol import Done, Work
 
 REST = -1  # in place of a stage: what several stages use
 
@@ -33,7 +33,7 @@ class Updates:
         shards: Mapping[int, Shard],
         store: Store | None,
     ) -> None:
-        _refuse(optimizer)
+        _reject(optimizer)
         self.optimizer, self.parts = optimizer, parts
         self.shards = shards
         self.states = States(optimizer, store) if store is not None else None
@@ -45,7 +45,7 @@ class Updates:
         """The stages that were not updated in this step, in one order everywhere."""
         return [stage for stage in self.parts if stage not in self.made]
 
-    def begin(self, stage: int, factor: float = 1.0) -> tuple[int, Handle]:
+    def begin(self, stage: int, factor: float = 1.0) -> tuple[int, Work]:
         """Update a stage beside the work, where weights, gradients and state are on the host; else
         at once. Gives the bytes that were brought back for it, and when it is made."""
         shard = self.shards.get(stage)
@@ -132,7 +132,7 @@ def only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[N
             group["params"] = params
 
 
-def _refuse(optimizer: Optimizer) -> None:
+def _reject(optimizer: Optimizer) -> None:
     """Torch's own treat each parameter by itself, but for one."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
@@ -142,5 +142,5 @@ def _refuse(optimizer: Optimizer) -> None:
             f"updates are made stage by stage, and {kind.__qualname__} may look at all parameters "
             "together. Use one of torch.optim (not LBFGS), say of your own that it treats each "
             f"parameter by itself ({kind.__qualname__}.by_parameter = True), or put away no more "
-            "than the stash, with updates='late'"
+            "than the stash, with optimizer_step='end'"
         )

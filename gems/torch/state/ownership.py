@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.errors import PlanError, ShapeError, faults
+from gems.errors import PlanError, ShapeError, problems
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
 from gems.schedule.core import Kind, Schedule
@@ -28,14 +28,14 @@ class Ownership:
     """For each parameter and buffer, by first name, the stages that use it and who has it.
 
     What no stage uses belongs to stage 0. What several stages use is tied: its gradients are summed
-    over all of its holders.
+    over all of its replica_groups.
     """
 
     stages: dict[str, tuple[int, ...]]
-    holders: dict[str, tuple[int, ...]]
+    replica_groups: dict[str, tuple[int, ...]]
 
     def on(self, rank: int) -> set[str]:
-        return {name for name, ranks in self.holders.items() if rank in ranks}
+        return {name for name, ranks in self.replica_groups.items() if rank in ranks}
 
     def only(self, stage: int) -> list[str]:
         """The names that this stage alone uses."""
@@ -43,7 +43,7 @@ class Ownership:
 
     def tied(self) -> list[str]:
         """The names that several stages on several ranks use."""
-        return [n for n, s in self.stages.items() if len(s) > 1 and len(self.holders[n]) > 1]
+        return [n for n, s in self.stages.items() if len(s) > 1 and len(self.replica_groups[n]) > 1]
 
 
 def ownership(graph: Graph, stage_of: Iterable[int], plan: Plan) -> Ownership:
@@ -52,11 +52,11 @@ def ownership(graph: Graph, stage_of: Iterable[int], plan: Plan) -> Ownership:
         for name in (*block.parameters, *block.buffers):
             used[name].add(stage)
     stages = {name: tuple(sorted(found)) or (0,) for name, found in used.items()}
-    holders = {
-        name: tuple(sorted({rank for s in found for rank in plan.holders[s]}))
+    replica_groups = {
+        name: tuple(sorted({rank for s in found for rank in plan.replica_groups[s]}))
         for name, found in stages.items()
     }
-    return Ownership(stages, holders)
+    return Ownership(stages, replica_groups)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -103,7 +103,7 @@ def keep_only(
                             new.untyped_storage().resize_(0)
                 own[label] = placed[id(tensor)]  # type: ignore[assignment]
     replace_held(model, placed)
-    _refuse_unknown(fresh, initialize)
+    _reject_unknown(fresh, initialize)
     _initialize({path: m for path, m in fresh.items() if path not in left}, seed, initialize)
     return Unmade({path: (fresh[path], left[path]) for path in left}, seed, initialize)
 
@@ -141,11 +141,11 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(new, requires_grad=tensor.requires_grad)
 
 
-def _refuse_unknown(fresh: dict[str, nn.Module], initialize: Initialize | None) -> None:
+def _reject_unknown(fresh: dict[str, nn.Module], initialize: Initialize | None) -> None:
     unknown = [path for path, m in fresh.items() if not initialize and not _own_reset(m)]
     if unknown:
         raise PlanError(
-            faults(
+            problems(
                 "this model is on the meta device, and these modules do not say how to initialise "
                 "themselves; give initialize=a function of a module, define reset_parameters(), or "
                 "build the model with real weights:",
@@ -175,7 +175,7 @@ def _own_reset(module: nn.Module) -> Initialize | None:
     return None
 
 
-def minders(
+def stats_owners(
     model: nn.Module, traced: Trace, stage_of: Sequence[int], owned: Ownership, plan: Plan
 ) -> dict[str, int]:
     """Whose word counts for what modules give as `get_extra_state`: the first rank that runs them.
@@ -187,10 +187,12 @@ def minders(
         if label in traced.record.names:
             continue
         path = label.removesuffix("_extra_state")
-        ranks = [r for name, held in owned.holders.items() if name.startswith(path) for r in held]
+        ranks = [
+            r for name, held in owned.replica_groups.items() if name.startswith(path) for r in held
+        ]
         if not ranks:
             ranks = [
-                plan.holders[stage][0]
+                plan.replica_groups[stage][0]
                 for block, stage in enumerate(stage_of)
                 if any(
                     f"{call.module or call.name}.".startswith(path) for call in traced.calls(block)
@@ -204,7 +206,7 @@ def whole_state(
     model: nn.Module,
     owned: Ownership,
     first_name: Mapping[str, str],
-    minders: Mapping[str, int],
+    stats_owners: Mapping[str, int],
     transport: Transport,
     copy: Callable[[str], torch.Tensor],
 ) -> dict[str, Any]:
@@ -212,8 +214,8 @@ def whole_state(
     gives a weight that this rank has."""
     wanted = model.state_dict(keep_vars=True)
     by_rank: dict[int, list[str]] = {}
-    for name in dict.fromkeys(first_name[label] for label in wanted if label not in minders):
-        by_rank.setdefault(owned.holders[name][0], []).append(name)
+    for name in dict.fromkeys(first_name[label] for label in wanted if label not in stats_owners):
+        by_rank.setdefault(owned.replica_groups[name][0], []).append(name)
     local = named_weights(model)
     found: dict[str, Any] = {}
     for rank, names in sorted(by_rank.items()):
@@ -228,9 +230,9 @@ def whole_state(
             transport.broadcast(flat, rank)
         for (name, shape, dtype), part in zip(shapes, flat.split(sizes), strict=True):
             found[name] = part.clone().view(dtype).reshape(shape)
-    if minders:
-        said = transport.gather({label: wanted[label] for label in minders})
-        found |= {label: said[rank][label] for label, rank in minders.items()}
+    if stats_owners:
+        said = transport.all_gather_object({label: wanted[label] for label in stats_owners})
+        found |= {label: said[rank][label] for label, rank in stats_owners.items()}
     return {label: found[first_name.get(label, label)] for label in wanted}
 
 
@@ -252,7 +254,7 @@ def load_state(
         if label in state and label in first_name and state[label].shape != tensor.shape
     ]
     if found:
-        raise ShapeError(faults("this state dict is not the model's:", found))
+        raise ShapeError(problems("this state dict is not the model's:", found))
     for label in wanted:
         if label not in first_name:
             set_extra_state(model, label, state[label])
@@ -271,11 +273,11 @@ def unordered(plan: Plan, schedule: Schedule) -> set[int]:
     for rank, action in schedule:
         if action.kind is Kind.FORWARD and action.computes:
             seen.setdefault((action.stage, rank), []).append(action.micro_batch)
-    several = {s for s in range(plan.depth) if len({row[s] for row in plan.teams}) > 1}
+    several = {s for s in range(plan.depth) if len({row[s] for row in plan.spatial_groups}) > 1}
     return several | {stage for (stage, _), order in seen.items() if order != sorted(order)}
 
 
-def refuse_unordered(
+def reject_unordered(
     model: nn.Module,
     traced: Trace,
     owned: Ownership,
@@ -296,8 +298,8 @@ def refuse_unordered(
             several = len(owned.stages[name]) > 1
             if several or (not known and unordered.intersection(owned.stages[name])):
                 found.append(
-                    f"{name} is changed by {call.name} on ranks {owned.holders[name]}, in stages "
-                    f"{owned.stages[name]}"
+                    f"{name} is changed by {call.name} on ranks "
+                    f"{owned.replica_groups[name]}, in stages {owned.stages[name]}"
                 )
         if call.module is not None:
             module = model.get_submodule(call.module)
@@ -307,7 +309,7 @@ def refuse_unordered(
                 )
     if found:
         raise PlanError(
-            faults(
+            problems(
                 "these buffers would not come out as the plain model's; use BatchNorm, put the "
                 "blocks into one stage, and have one replica of it:",
                 dict.fromkeys(found),

@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from gems.torch.offload.host_weights import Home, room
-from gems.torch.offload.stores import Handle, Slot, Store
+from gems.torch.offload.stores import Slot, Store, Work
 from gems.torch.state.kept_views import Kept
 from gems.torch.state.released import release, restore
 from gems.torch.state.sparse_gradients import dense, square
@@ -99,9 +99,9 @@ class Shard:
 
     # --- weights ------------------------------------------------------------------------------
 
-    def gather(self) -> list[Handle]:
+    def gather(self) -> list[Work]:
         """Make room for the whole, and have there what this rank has of it."""
-        handles: list[Handle] = []
+        handles: list[Work] = []
         for flat in self.flats if self.passing else ():
             flat.room(len(flat.weights))
             for name in flat.at:
@@ -367,7 +367,7 @@ class _Flat:
     def open(self, came: set[str]) -> int:
         assert self.home is not None
         taken = self.home.open()
-        handles: list[Handle] = []
+        handles: list[Work] = []
         for piece, at in zip(self.pieces, self.starts, strict=True):
             if piece.name not in came:
                 continue

@@ -55,7 +55,7 @@ def _broadcast(tensors: list[Tensor], ranks: tuple[int, ...], transport: Transpo
     if transport.rank == ranks[0]:
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-    transport.add_up(words, ranks).wait()
+    transport.all_reduce(words, ranks).wait()
     if transport.rank == ranks[0]:
         return
     with torch.no_grad():

@@ -30,7 +30,7 @@ BY_CELL = {
 }
 
 
-def share_out(optimizer: Optimizer, shards: Iterable[Shard], zero: int) -> None:
+def shard_optimizer(optimizer: Optimizer, shards: Iterable[Shard], zero: int) -> None:
     """Let an optimizer of whole parameters step this rank's pieces of them instead."""
     kind, shards = type(optimizer), list(shards)
     cuts = any(shard.level for shard in shards)
@@ -90,7 +90,7 @@ def joined(
     gives a state tensor that may be put away."""
     shards, wanted = list(shards), set(wanted)
     forms: dict[str, State] = {}
-    for said in transport.gather(_forms(optimizer, shards)):
+    for said in transport.all_gather_object(_forms(optimizer, shards)):
         forms |= said
     found: dict[str, State] = {n: dict(form) for n, form in forms.items() if n in wanted}
     for shard in shards:

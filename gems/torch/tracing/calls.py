@@ -26,7 +26,7 @@ class Attr:
     name: str
 
 
-def is_place(x: Any) -> bool:
+def is_placeholder(x: Any) -> bool:
     """Whether something stands where a call had a tensor."""
     return isinstance(x, (Ref, Attr))
 
@@ -107,5 +107,5 @@ def tensors_in(result: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
 
 def leaves_of(output: Any) -> list[Ref]:
     """The values in a model's output, in order."""
-    leaves = pytree.tree_leaves(output, is_leaf=is_place)
+    leaves = pytree.tree_leaves(output, is_leaf=is_placeholder)
     return [x for x in leaves if isinstance(x, Ref)]

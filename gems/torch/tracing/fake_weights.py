@@ -31,7 +31,7 @@ class FakeWeights:
         for path, module in model.named_modules(remove_duplicate=False):
             held = (dict(module._parameters), dict(module._buffers))
             self._held.setdefault(id(module), held)
-            _refuse_unmade(path, held[0])
+            _reject_unmade(path, held[0])
             for own, into in zip(held, (self.parameters, self.buffers), strict=True):
                 for key, tensor in own.items():
                     if tensor is not None:
@@ -138,7 +138,7 @@ def _without_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes
 
 
-def _refuse_unmade(path: str, parameters: dict[str, Any]) -> None:
+def _reject_unmade(path: str, parameters: dict[str, Any]) -> None:
     if any(isinstance(p, nn.UninitializedParameter) for p in parameters.values()):
         raise TraceError(
             f"{path or 'the model'} is lazy: its parameters get their shape in its first forward; "

@@ -174,10 +174,10 @@ class Structure:
     def _check(self) -> None:
         """Submodules may have been replaced, but all weights must be those that are trained."""
         if not self.held.hold():
-            self._refuse_other_weights()
+            self._reject_other_weights()
             self._note()
 
-    def _refuse_other_weights(self) -> None:
+    def _reject_other_weights(self) -> None:
         now = dict(_weights(self.model))
         for name in (*self.names, *now):
             if now.get(name) is not self.names.get(name):

@@ -83,7 +83,7 @@ def _cells(tensor: torch.Tensor) -> tuple[Any, ...]:
     return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def refuse_own_generator(name: str, arguments: Any) -> None:
+def reject_own_generator(name: str, arguments: Any) -> None:
     """What a generator of the model's own gives depends on who drew from it before."""
     if any(isinstance(x, torch.Generator) for x in pytree.tree_leaves(arguments)):
         raise TraceError(

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from gems.hardware import machine
 from gems.model.costs import Cost, Costs, together
 from gems.model.estimate import estimate
-from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_place
+from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
 from gems.torch.tracing.trace import Trace
 
 REPEATS = 5
@@ -52,7 +52,7 @@ def _signature(call: Call, record: Record, model: nn.Module) -> str:
         return (x.name and "weight") if isinstance(x, Attr) else x
 
     what = repr(model.get_submodule(call.module)) if call.module else repr(call.function)
-    parts = pytree.tree_map(spell, (call.args, call.kwargs), is_leaf=is_place)
+    parts = pytree.tree_map(spell, (call.args, call.kwargs), is_leaf=is_placeholder)
     return f"{what} {parts!r} {[record.values[n].shape for n in call.writes]}"
 
 
@@ -104,7 +104,7 @@ def _run(
         made.normal_()
         return made.requires_grad_(True).view_as(made) if value.grad and through else made
 
-    given = pytree.tree_map(noise, (call.args, call.kwargs), is_leaf=is_place)
+    given = pytree.tree_map(noise, (call.args, call.kwargs), is_leaf=is_placeholder)
     own = list(target.parameters()) if isinstance(target, nn.Module) else []
     forward, backward = [], []
     for _ in range(REPEATS):

@@ -12,7 +12,7 @@ from gems.errors import TraceError
 
 
 @contextmanager
-def refuse_python_random(make: Callable[[], Any], args: Any, kwargs: Any) -> Iterator[None]:
+def reject_python_random(make: Callable[[], Any], args: Any, kwargs: Any) -> Iterator[None]:
     """Raise if what runs here draws random numbers of Python or numpy.
 
     Other threads may draw meanwhile, so a second recording, which `make` gives, looks closer.

@@ -32,8 +32,8 @@ from gems.torch.tracing.calls import Attr, Call, Record, Ref, tensors_in
 from gems.torch.tracing.fake_weights import FakeWeights
 from gems.torch.tracing.frozen import MISSING, Difference, difference, freeze, tensors_within
 from gems.torch.tracing.norm_calls import adopt_norms, norm_paths
-from gems.torch.tracing.op_meter import CallMeter, refuse_own_generator, storage_of
-from gems.torch.tracing.python_random import refuse_python_random
+from gems.torch.tracing.op_meter import CallMeter, reject_own_generator, storage_of
+from gems.torch.tracing.python_random import reject_python_random
 from gems.torch.tracing.reads import INTERNAL, Access, Reads, variables, variables_of_hooks
 from gems.torch.tracing.value_checks import Branches
 
@@ -111,7 +111,7 @@ def _recorded(
     with _lock:
         first = _Recorder(model, device, whole, expects)
         try:
-            with refuse_python_random(
+            with reject_python_random(
                 lambda: _Recorder(model, device, whole, expects), args, kwargs
             ):
                 found = first.run(args, kwargs)
@@ -155,10 +155,10 @@ def _judge(first: _Recorder, kept: list[Access], args: Any, kwargs: Any) -> None
         elif after is not None:
             raise TraceError(_changing(before))
         else:
-            _refuse_first(first, access.name.label, access.name.mapping.get(access.name.key))
+            _reject_first(first, access.name.label, access.name.mapping.get(access.name.key))
 
 
-def _refuse_first(recorder: _Recorder, label: str, value: Any) -> None:
+def _reject_first(recorder: _Recorder, label: str, value: Any) -> None:
     if source := recorder.depends(value):
         raise TraceError(
             f"forward keeps a tensor in {label} when it first runs, and computes it from {source}, "
@@ -216,7 +216,7 @@ class _Recorder(TorchFunctionMode):
         self.running: str | None = None  # the leaf that runs now
         self.real = False  # on real numbers
         self.given: dict[int, torch.Tensor] = {}  # what the model was given, by the fake's id
-        self.refused: TraceError | None = None  # torch takes it for a TypeError and goes on
+        self.rejected: TraceError | None = None  # torch takes it for a TypeError and goes on
         self.reads = Reads(self.paths, lambda: self.running, self._assigned)
         self.impure: list[tuple[str, str]] = []  # leaves whose own Python state changes, and what
         self.used: list[str] = []  # weights that a leaf reached in another way than as its own
@@ -260,11 +260,11 @@ class _Recorder(TorchFunctionMode):
                 except (_Unrecordable, TraceError):
                     raise
                 except Exception as error:
-                    raise self.refused or _Unrecordable("", _reason(error)) from error
-                if self.refused is not None:
-                    raise self.refused
+                    raise self.rejected or _Unrecordable("", _reason(error)) from error
+                if self.rejected is not None:
+                    raise self.rejected
             output, outputs = self._name_outputs(result)
-            self._refuse_made()
+            self._reject_made()
         self._prune(outputs)
         self._adopt_norms()
         self._glue_changes()
@@ -290,11 +290,11 @@ class _Recorder(TorchFunctionMode):
             forget_cached(self.model.modules())
         return [tensor for tensor in made if tensor() is not None]
 
-    def _refuse_made(self) -> None:
+    def _reject_made(self) -> None:
         for module, kind, key in self.weights.made():
             path = self.paths.get(id(module), type(module).__name__)
             if kind == "buffer" and key in module._non_persistent_buffers_set:  # a cache
-                _refuse_first(self, f"{path}.{key}", module._buffers[key])
+                _reject_first(self, f"{path}.{key}", module._buffers[key])
                 continue
             raise TraceError(
                 f"forward makes the {kind} {key} of {path or type(module).__name__} when it first "
@@ -410,7 +410,7 @@ class _Recorder(TorchFunctionMode):
                 if (fake := self.weights.of(x)) is not None:
                     self.used.append(self.attrs[id(fake)])
                 elif x.requires_grad and not self.real:
-                    self._refuse_unregistered(x, self.running or "")
+                    self._reject_unregistered(x, self.running or "")
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -500,7 +500,7 @@ class _Recorder(TorchFunctionMode):
             raise
         except Exception as error:
             reason = f"{path or 'its forward'}: {_reason(error)}"
-            raise self.refused or _Unrecordable(path, reason) from error
+            raise self.rejected or _Unrecordable(path, reason) from error
         finally:
             self.stack.pop()
 
@@ -518,7 +518,7 @@ class _Recorder(TorchFunctionMode):
             before = [t._version for t in watched]
             result = self._metered(path, func, lambda: run(*args, **kwargs))
             if self.meter.random and path is None:
-                refuse_own_generator(name_of(func), (args, kwargs))
+                reject_own_generator(name_of(func), (args, kwargs))
             changed = [t for t, v in zip(watched, before, strict=True) if t._version != v]
             changed += self._replaced(path, func, args)
             made = list(tensors_in(result))
@@ -540,7 +540,7 @@ class _Recorder(TorchFunctionMode):
             elif (fake := self.weights.of(x)) is not None:
                 found[id(x)] = fake
             elif x.requires_grad:
-                self._refuse_unregistered(x, name or "an assignment")
+                self._reject_unregistered(x, name or "an assignment")
         if not found:
             return args, kwargs
         return pytree.tree_map(lambda x: found.get(id(x), x), (args, kwargs))
@@ -554,13 +554,13 @@ class _Recorder(TorchFunctionMode):
         what = f"{name} is given a tensor {list(x.shape)} that no recorded call made"
         raise _Unrecordable(inner, what)
 
-    def _refuse_unregistered(self, x: torch.Tensor, name: str) -> None:
-        self.refused = TraceError(
+    def _reject_unregistered(self, x: torch.Tensor, name: str) -> None:
+        self.rejected = TraceError(
             f"{name} uses a tensor {list(x.shape)} that wants a gradient but is not a parameter of "
             "the model, so nobody would train it; register it (self.weight = nn.Parameter(...), or "
             "an nn.ParameterList for several), or detach it"
         )
-        raise self.refused
+        raise self.rejected
 
     def _replaced(self, path: str | None, func: Any, args: Any) -> list[torch.Tensor]:
         """What a call changed without a trace in version counters: `.data` that is set, and buffers

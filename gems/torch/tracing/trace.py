@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import TraceError
 from gems.model.graph import Block, Graph
-from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_place
+from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
 from gems.torch.tracing.recorder import record
 
 
@@ -81,7 +81,7 @@ def _same_calls(a: Record, b: Record) -> bool:
     plain = (Ref, Attr, int, float, complex, str, type(None))
 
     def spelled(call: Call) -> tuple[Any, ...]:
-        leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_place)
+        leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_placeholder)
         return call.name, call.reads, [x if isinstance(x, plain) else type(x) for x in leaves]
 
     return list(map(spelled, a.calls)) == list(map(spelled, b.calls))

@@ -13,7 +13,7 @@ from torch import nn
 
 from gems.geometry.box import Box
 from gems.torch.spatial.group import Total
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule
 from gems.torch.spatial.rules.reductions import together
 from gems.torch.spatial.rules.reshape import fetched
 
@@ -42,7 +42,7 @@ def adaptive_average(ask: Ask) -> Rule:
     if 0 in layout.dims:
         return fetched(ask, x, layout.dims)
     if 1 in layout.dims or len(shape) < 3:
-        raise NoCut("takes an input without samples or channels")
+        raise NotTileable("takes an input without samples or channels")
     return averaged(ask, x, lambda work: lambda site: site.named(_adaptive, work, "output_size"))
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.geometry.layout import Layout
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
 from gems.torch.spatial.rules.reshape import fetched
-from gems.torch.tracing.calls import Ref, is_place
+from gems.torch.tracing.calls import Ref, is_placeholder
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ def concatenate(ask: Ask) -> Rule:
     dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(ask.shape(ask.out))
     first = _alike(ask, a["tensors"])
     if dim in first.dims:
-        raise NoCut(f"joins tensors along dim {dim}, which is cut")
+        raise NotTileable(f"joins tensors along dim {dim}, which is cut")
     return _joined_along(ask, first, first.dims)
 
 
@@ -42,15 +42,15 @@ def stack(ask: Ask) -> Rule:
 def _alike(ask: Ask, tensors: Any) -> Layout:
     """The first cut one of some tensors; all that are cut must be so along the same dims."""
     first = ask.layouts[ask.cut[0]]
-    for place in pytree.tree_leaves(tensors, is_leaf=is_place):
+    for place in pytree.tree_leaves(tensors, is_leaf=is_placeholder):
         layout = ask.layout(place)
         if layout is not None and layout.dims != first.dims:
-            raise NoCut(
+            raise NotTileable(
                 f"joins tensors that are cut along different dims, {layout.shape} along "
                 f"{layout.dims} and {first.shape} along {first.dims}"
             )
         if layout is None and len(ask.whole(place)) != len(first.shape):
-            raise NoCut(f"joins {first.shape} with {ask.whole(place)}, which has other dims")
+            raise NotTileable(f"joins {first.shape} with {ask.whole(place)}, which has other dims")
     return first
 
 
@@ -88,6 +88,6 @@ def pieces(ask: Ask) -> Rule:
     layout = ask.primary(x)
     dim %= len(layout.shape)
     if dim in layout.dims:
-        raise NoCut(f"takes a tensor apart along dim {dim}, which is cut")
+        raise NotTileable(f"takes a tensor apart along dim {dim}, which is cut")
     gone = ask.name == "unbind"
     return fetched(ask, x, [d - (gone and d > dim) for d in layout.dims])

@@ -13,7 +13,7 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Slide, Spread, Window
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule
 from gems.torch.spatial.rules.overlap_conv import Kernel, apart
 from gems.torch.spatial.rules.padding import Bent, bordered
 
@@ -64,7 +64,7 @@ class Frame:
 
 def batched(layout: Layout, count: int) -> Frame:
     if len(layout.shape) != count + 2:
-        raise NoCut(f"takes an input of {len(layout.shape)} dims, samples not among them")
+        raise NotTileable(f"takes an input of {len(layout.shape)} dims, samples not among them")
     return Frame(layout, count)
 
 
@@ -230,7 +230,7 @@ def max_pool(ask: Ask) -> Rule:
     frame = batched(layout, count)
     pool = _Pool.of(a, count)
     windows = frame.windows(pool.window)
-    _refuse_bare_windows(pool, frame, shape[2:])
+    _reject_bare_windows(pool, frame, shape[2:])
     indices = len(ask.call.writes) > 1
 
     def bind(site: Site) -> Run:
@@ -276,13 +276,13 @@ class _Pool:
         return Slide(self.kernel[d], self.stride[d], self.padding[d], self.dilation[d])
 
 
-def _refuse_bare_windows(pool: _Pool, frame: Frame, outputs: Sequence[int]) -> None:
+def _reject_bare_windows(pool: _Pool, frame: Frame, outputs: Sequence[int]) -> None:
     """With dilation, a window may hit nothing but border; what ATen does then is not defined."""
     for d, (n, m) in enumerate(zip(frame.lengths(), outputs, strict=True)):
         for o in (*range(min(m, 2)), *range(max(m - 2, 0), m)):
             start = pool.stride[d] * o - pool.padding[d]
             if not any(0 <= start + pool.dilation[d] * k < n for k in range(pool.kernel[d])):
-                raise NoCut("has a window in which there is no cell of the image")
+                raise NotTileable("has a window in which there is no cell of the image")
 
 
 def _whole_image(
@@ -397,10 +397,10 @@ def max_unpool(ask: Ask) -> Rule:
     count = len(shape) - 2
     pool = _Pool.of(a, count)
     if layout is None or ask.layout(where) is None or layout.dims != ask.layouts[where.name].dims:
-        raise NoCut("takes values and indices that are not cut the same way")
+        raise NotTileable("takes values and indices that are not cut the same way")
     maker = ask.maker(where.name)
     if maker is None or _pool_of(maker, count) != pool:
-        raise NoCut("takes indices that do not come from a max-pool with the same windows")
+        raise NotTileable("takes indices that do not come from a max-pool with the same windows")
     frame = batched(layout, count)
     spreads = [Spread(pool.kernel[d], pool.stride[d], pool.padding[d]) for d in range(count)]
     windows = frame.windows(spreads.__getitem__)

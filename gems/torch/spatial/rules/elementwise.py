@@ -11,7 +11,7 @@ from torch import nn
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, even
 from gems.geometry.window import Same, Span, Window
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
 from gems.torch.spatial.rules.norms import local
 from gems.torch.spatial.rules.reshape import fetched
 from gems.torch.tracing.calls import Attr, Ref
@@ -42,7 +42,7 @@ def pointwise(ask: Ask, work: Callable[[Site], Run] | None = None) -> Rule:
         layout = ask.layouts[name]
         offset = len(shape) - len(layout.shape)
         if tuple(d + offset for d in layout.dims) != dims:
-            raise NoCut(
+            raise NotTileable(
                 f"joins tensors that are cut along different dims, {layout.shape} along "
                 f"{layout.dims} and {leading.shape} along {leading.dims}"
             )
@@ -75,7 +75,7 @@ def _leading(ask: Ask, shape: tuple[int, ...]) -> Layout:
     changed = [ask.layouts[old] for old, _ in ask.call.mutates if old in ask.layouts]
     if ask.call.mutates:
         if not changed:
-            raise NoCut("changes a whole tensor in place by a cut one")
+            raise NotTileable("changes a whole tensor in place by a cut one")
         return changed[0]
     full = [ask.layouts[n] for n in ask.cut if ask.layouts[n].shape == shape]
     full += [layout for layout in map(ask.layouts.__getitem__, ask.cut) if _spans(layout, shape)]
@@ -157,10 +157,10 @@ def along(ask: Ask) -> Rule:
     if ask.name == "normalize" and "dim" not in ask.call.kwargs:
         dim = args[2] if len(args) > 2 else 1
     if not isinstance(dim, int):
-        raise NoCut("does not say along which dim")
+        raise NotTileable("does not say along which dim")
     dim %= len(layout.shape)
     if dim in layout.dims:
-        raise NoCut(f"looks along dim {dim}, which is cut")
+        raise NotTileable(f"looks along dim {dim}, which is cut")
     gone = len(ask.shape(ask.out)) < len(layout.shape)
     return fetched(ask, x, [d - (gone and d > dim) for d in layout.dims])
 
@@ -170,7 +170,7 @@ def linear(ask: Ask) -> Rule:
     x = ask.call.args[0]
     layout = ask.primary(x)
     if len(layout.shape) - 1 in layout.dims:
-        raise NoCut("mixes the cells of the last dim, which is cut")
+        raise NotTileable("mixes the cells of the last dim, which is cut")
     return fetched(ask, x, layout.dims)
 
 
@@ -216,7 +216,7 @@ def channel_dropout(ask: Ask) -> Rule:
     if not ask.call.random:
         return local(ask, x)
     if 1 in layout.dims:
-        raise NoCut("drops channels, which are cut")
+        raise NotTileable("drops channels, which are cut")
 
     def bind(site: Site) -> Run:
         fetch, box = site.fetch(x, None), site.out()

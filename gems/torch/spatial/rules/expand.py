@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, refs, rule, same
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, refs, rule, same
 from gems.torch.spatial.rules.elementwise import pointwise
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ def repeated(ask: Ask) -> Rule:
     found = pointwise(ask, work)
     for dim in found.outs[ask.out].dims:
         if dim >= lead and before[dim - lead] not in (1, after[dim]):
-            raise NoCut(f"repeats the cells of dim {dim}, which is cut")
+            raise NotTileable(f"repeats the cells of dim {dim}, which is cut")
     return found
 
 
@@ -71,5 +71,5 @@ def filled_like(ask: Ask) -> Rule:
 def filled(ask: Ask) -> Rule:
     """A whole tensor, for which a cut one lends its type."""
     if any(ask.layout(x) for x in refs((ask.call.args[1:], ask.call.kwargs))):
-        raise NoCut("copies a cut tensor; use clone")
+        raise NotTileable("copies a cut tensor; use clone")
     return Rule({}, {}, lambda site: site.original)

@@ -34,14 +34,14 @@ from gems.geometry.box import Box
 from gems.geometry.layout import Layout
 from gems.model.graph import Value
 from gems.torch.runtime.strides import restrided
-from gems.torch.spatial.group import Exchange, Team
-from gems.torch.spatial.rule import OWN, Ask, NoCut, Rule, Run, Site
+from gems.torch.spatial.group import Exchange, SpatialGroup
+from gems.torch.spatial.rule import OWN, Ask, NotTileable, Rule, Run, Site
 from gems.torch.tracing.calls import Attr, Ref
 
 Tensor = torch.Tensor
 
 
-class Shared(NoCut):
+class Shared(NotTileable):
     """A change in place that a whole copy would not see: not even a gathered input helps."""
 
 
@@ -264,7 +264,7 @@ class _Inner:
         self,
         work: Callable[[Sequence[Tensor]], Any],
         held: Sequence[Tensor],
-        team: Team,
+        team: SpatialGroup,
         cut: Sequence[bool],
     ) -> None:
         self.work, self.held, self.team, self.cut = work, held, team, cut

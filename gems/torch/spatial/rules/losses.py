@@ -13,7 +13,7 @@ from torch import nn
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout
 from gems.torch.spatial.group import Total
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
 from gems.torch.spatial.rules.elementwise import part_of, pointwise
 from gems.torch.spatial.rules.reductions import together
 from gems.torch.tracing.calls import Attr, Ref
@@ -39,9 +39,9 @@ def cross_entropy(ask: Ask) -> Rule:
     x, target = a["input"], a["target"]
     layout = ask.primary_of(x)
     if 1 in layout.dims:
-        raise NoCut("compares classes, which are cut")
+        raise NotTileable("compares classes, which are cut")
     if a["size_average"] is not None or a["reduce"] is not None:
-        raise NoCut("uses size_average or reduce; use reduction")
+        raise NotTileable("uses size_average or reduce; use reduction")
     soft = ask.shape(target) == layout.shape
     _same_cells(ask, target, layout, soft)
     if a["reduction"] == "none":
@@ -98,7 +98,7 @@ def _same_cells(ask: Ask, target: Any, layout: Layout, alike: bool) -> None:
     other = ask.layout(target)
     wanted = layout.dims if alike else tuple(d - (d > 1) for d in layout.dims)
     if other is None or other.dims != wanted or other.own != layout.own:
-        raise NoCut(
+        raise NotTileable(
             f"compares {layout.shape} with {ask.shape(target)}, which does not have the same cells"
         )
 
@@ -120,14 +120,14 @@ def elementwise(ask: Ask) -> Rule:
     how = getattr(ask.module, "reduction", None) or ask.call.kwargs.get("reduction", "mean")
     old = [ask.call.kwargs.get(k) for k in ("size_average", "reduce")]
     if any(k is not None for k in old):
-        raise NoCut("uses size_average or reduce; use reduction")
+        raise NotTileable("uses size_average or reduce; use reduction")
     if how == "none":
         return pointwise(ask, _each_cell)
     layout = ask.layouts[ask.cut[0]]
     for name in ask.cut:
         other = ask.layouts[name]
         if other.shape != layout.shape or other.own != layout.own or other.dims != layout.dims:
-            raise NoCut(
+            raise NotTileable(
                 f"compares {layout.shape} with {other.shape}, which is not cut like it; use "
                 "reduction='none', then take the mean"
             )

@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gems.geometry.box import Box
-from gems.torch.spatial.group import Team, Total
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
+from gems.torch.spatial.group import SpatialGroup, Total
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
 
 Tensor = torch.Tensor
 
@@ -60,7 +60,7 @@ class Groups:
 class Place:
     """Where a normalisation runs: the team, this rank's own cells, and everybody's counts."""
 
-    team: Team
+    team: SpatialGroup
     groups: Groups
     inner: tuple[slice, ...] | None  # own cells in the local tensor; None: all of it
     counts: tuple[int, ...]  # cells per group of each member
@@ -285,7 +285,7 @@ def instance_norm(ask: Ask) -> Rule:
     elif not a["use_input_stats"]:
         return local(ask, a["input"])
     elif a["running_mean"] is not None:
-        raise NoCut("keeps running statistics by itself; use nn.InstanceNorm")
+        raise NotTileable("keeps running statistics by itself; use nn.InstanceNorm")
     channels = ask.shape(a["input"])[1]
 
     def work(a: dict[str, Any], x: Tensor, place: Place) -> Tensor:
@@ -313,9 +313,9 @@ def normalised(
     """A norm over samples or groups of channels; without cells of others it needs nobody."""
     layout = ask.layout(x)
     if layout is None:
-        raise NoCut("reads a cut tensor where it takes a whole one")
+        raise NotTileable("reads a cut tensor where it takes a whole one")
     if groups and 0 in layout.dims and getattr(ask.module, "track_running_stats", False):
-        raise NoCut("keeps running statistics of samples that several ranks have")
+        raise NotTileable("keeps running statistics of samples that several ranks have")
     if groups and layout.dims == (0,):
         return local(ask, x)  # every sample is whole
     windows = same(layout)
@@ -397,7 +397,7 @@ def layer_norm(ask: Ask) -> Rule:
     if all(dim < first for dim in layout.dims):
         return local(ask, x)
     if any(dim < first for dim in layout.dims):
-        raise NoCut("normalises over some, but not all, of the dims that are cut")
+        raise NotTileable("normalises over some, but not all, of the dims that are cut")
     windows = same(layout)
     dims = tuple(range(first, len(layout.shape)))
     cells = prod(layout.shape[first:])

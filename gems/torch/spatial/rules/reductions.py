@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout
-from gems.torch.spatial.group import Team, Total
-from gems.torch.spatial.rule import OWN, Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.group import SpatialGroup, Total
+from gems.torch.spatial.rule import OWN, Ask, NotTileable, Rule, Run, Site, rule
 from gems.torch.spatial.rules.elementwise import pointwise
 from gems.torch.spatial.rules.reshape import fetched
 
@@ -45,7 +45,7 @@ class Strip:
         └───┴───┘                 └─┘
     """
 
-    team: Team
+    team: SpatialGroup
     own: Box
     dims: tuple[int, ...]
     pads: list[int]  # around this rank's part, as F.pad has them
@@ -191,7 +191,7 @@ def vector_norm(ask: Ask) -> Rule:
 
 def _p_norm(ask: Ask, stub: Run, a: dict[str, Any], order: Any) -> Rule:
     if order not in (1, 2) or a["out"] is not None or a["dtype"] is not None:
-        raise NoCut(f"takes a norm of order {order!r} along cut dims")
+        raise NotTileable(f"takes a norm of order {order!r} along cut dims")
 
     def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Tensor:
         return left.sum(t.abs()) if order == 1 else _root(left.sum(t * t))
@@ -211,7 +211,7 @@ def extreme(ask: Ask) -> Rule:
     most = _first_most if len(ask.call.writes) > 1 else _most
 
     if ask.values[a["input"].name].dtype == "bool":
-        raise NoCut("compares flags; take the sum of them")
+        raise NotTileable("compares flags; take the sum of them")
 
     def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Any:
         signed = sign * (t if t.is_floating_point() else t.long())

@@ -14,7 +14,7 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Grow, Same, Shrink, Slide, Window
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule, same
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
 from gems.torch.spatial.rules.padding import Bent, bordered
 
 Tensor = torch.Tensor
@@ -95,7 +95,7 @@ def getitem(ask: Ask) -> Rule:
     layout = ask.primary(x)
     index = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(i, (slice, int, type(None), type(...))) for i in index):
-        raise NoCut("picks cells by a list or a mask")
+        raise NotTileable("picks cells by a list or a mask")
     used = sum(isinstance(i, (slice, int)) for i in index)
     if ... in index:
         at = index.index(...)
@@ -109,7 +109,7 @@ def getitem(ask: Ask) -> Rule:
             continue
         if dim in layout.dims:
             if isinstance(i, int):
-                raise NoCut(f"picks one cell along dim {dim}, which is cut")
+                raise NotTileable(f"picks one cell along dim {dim}, which is cut")
             start, _, step = i.indices(layout.shape[dim])
             windows[dim], dims[dim] = Slide(stride=step, padding=-start), out
             local.append(slice(None, None, step))
@@ -142,7 +142,7 @@ def narrow(ask: Ask) -> Rule:
     if dim not in layout.dims:
         return fetched(ask, x, layout.dims)
     if not isinstance(start, int):
-        raise NoCut("starts where a tensor says")
+        raise NotTileable("starts where a tensor says")
     start %= layout.shape[dim]
     windows = [Slide(padding=-start) if d == dim else Same() for d in layout.dims]
 
@@ -187,7 +187,7 @@ def reshape(ask: Ask) -> Rule:
         dims.append(at)
         windows.append(Grow(times) if times > 1 else Same())
     if any(isinstance(w, Grow) for w in windows) and len(dims) > 1:
-        raise NoCut(f"joins dims of {layout.shape} of which several are cut")
+        raise NotTileable(f"joins dims of {layout.shape} of which several are cut")
 
     def bind(site: Site) -> Run:
         fetch, target = site.fetch(x, None), site.out().shape
@@ -206,7 +206,7 @@ def _kept(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int]:
             times = size // old[dim]
             if times == 1 or times == prod(_joined(old, dim, times)):
                 return at, times
-    raise NoCut(f"reshapes {tuple(old)} to {tuple(new)}, in which dim {dim} is cut")
+    raise NotTileable(f"reshapes {tuple(old)} to {tuple(new)}, in which dim {dim} is cut")
 
 
 def _joined(old: Sequence[int], dim: int, times: int) -> list[int]:
@@ -225,7 +225,7 @@ def _shuffled_dims(layout: Layout) -> range:
     """The last two; the dim before them holds the channels, also those of a volume."""
     rank = len(layout.shape)
     if rank - 3 in layout.dims:
-        raise NoCut(f"takes dim {rank - 3} for channels, which is cut")
+        raise NotTileable(f"takes dim {rank - 3} for channels, which is cut")
     return range(rank - 2, rank)
 
 
@@ -234,7 +234,7 @@ def channel_shuffle(ask: Ask) -> Rule:
     x = ask.call.args[0]
     layout = ask.primary(x)
     if 1 in layout.dims:
-        raise NoCut("moves channels, which are cut")
+        raise NotTileable("moves channels, which are cut")
     return fetched(ask, x, layout.dims)
 
 
@@ -248,7 +248,7 @@ def roll(ask: Ask) -> Rule:
     x, layout = a["input"], ask.primary(a["input"])
     rank = len(layout.shape)
     if a["dims"] is None or a["dims"] == ():
-        raise NoCut("moves cells through all dims as if they were one")
+        raise NotTileable("moves cells through all dims as if they were one")
     shifts = (a["shifts"],) if isinstance(a["shifts"], int) else tuple(a["shifts"])
     dims = (a["dims"],) if isinstance(a["dims"], int) else tuple(a["dims"])
     far = [0] * rank

@@ -12,7 +12,7 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Taps
-from gems.torch.spatial.rule import Ask, NoCut, Rule, Run, Site, rule
+from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule
 from gems.torch.spatial.rules.adaptive_pool import averaged
 
 Tensor = torch.Tensor
@@ -70,7 +70,9 @@ def interpolate(ask: Ask) -> Rule:
     if mode == "area" and ask.cut:
         return averaged(ask, x, lambda work: lambda site: site.named(_interpolate, work, *UPSAMPLE))
     if a["antialias"] or mode not in (*LINEAR, *NEAREST, "bicubic"):
-        raise NoCut(f"interpolates by mode {mode!r}{' with antialias' * bool(a['antialias'])}")
+        raise NotTileable(
+            f"interpolates by mode {mode!r}{' with antialias' * bool(a['antialias'])}"
+        )
     scales = _scales(a, len(shape) - 2)
     # A dim that keeps its length is copied; ATen's bicubic does so only if all of them do.
     copies = mode != "bicubic" or shape[2:] == before[2:]

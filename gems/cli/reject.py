@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from gems.cli.data import APP_OPTIONS, add_data
 from gems.cli.options import add_plan, told
-from gems.errors import GemsError, faults
+from gems.errors import GemsError, problems
 
 LEAST = {
     "accumulate": 1, "auto": 0, "batch_size": 1, "decay_epochs": 1, "image_size": 1,
@@ -18,11 +18,13 @@ LEAST = {
 WITH_AUTO = ("--parts",)  # which says into how many micro-batches --batch-size is cut
 
 
-def refuse(given: argparse.Namespace) -> None:
+def reject(given: argparse.Namespace) -> None:
     """Raise one error with all that is wrong with the options of `gems train` or `gems eval`."""
     checks = (_small, _of_the_app, _with_auto, *TRAINING, *JUDGING)
     if found := [fault for check in checks for fault in check(given)]:
-        raise GemsError(found[0] if len(found) == 1 else faults("these options are wrong:", found))
+        raise GemsError(
+            found[0] if len(found) == 1 else problems("these options are wrong:", found)
+        )
     from gems.torch.launch import usable
 
     usable(given.backend)
