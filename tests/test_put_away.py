@@ -268,7 +268,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         Plan(stages=2, data=2, zero=1, optimizer_step="eager")
     with pytest.raises(PlanError, match="grad_sync='end' puts them last; remove one"):
         Plan(optimizer_step="eager", grad_sync="end")
-    with pytest.raises(PlanError, match="choose one of late, eager"):
+    with pytest.raises(PlanError, match="choose one of end, eager"):
         Plan(optimizer_step="never")
     with pytest.raises(PlanError, match="2bw puts nothing away"):
         Plan(stages=2, schedule="2bw", offload="weights")
