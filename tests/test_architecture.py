@@ -207,7 +207,7 @@ def test_the_pure_rooms_and_the_command_line_load_no_framework():
         ("engine/loop.py", "from gems.planner import search"),  # sideways, between folders
         ("plans/plan.py", "from gems import schedule"),  # by way of the package
         ("plans/plan.py", "from gems import Plan"),  # through the door
-        ("schedule/core.py", "from ..predict.timeline import Event"),  # relative
+        ("schedule/action.py", "from ..predict.timeline import Event"),  # relative
         ("schedule/__init__.py", "from .. import draw"),  # relative, from a folder's own file
         ("draw/svg.py", "def f():\n    from gems.engine import loop"),  # late
         ("models/resnet.py", "from gems.errors import GemsError"),
@@ -224,9 +224,9 @@ def test_the_rule_sees_what_points_up(file, line):
     "file, line",
     [
         ("plans/plan.py", "from gems.geometry.grid import Grid"),
-        ("schedule/papers/gpipe.py", "from ..core import Action"),
-        ("schedule/__init__.py", "from .core import Action"),
-        ("schedule/core.py", "from gems import plans"),
+        ("schedule/papers/gpipe.py", "from ..action import Action"),
+        ("schedule/__init__.py", "from .action import Action"),
+        ("schedule/action.py", "from gems import plans"),
         ("torch/trainer.py", "import torch\nfrom gems.engine.executor import Engine"),
         ("data/slides.py", "from gems.errors import GemsError\nfrom gems.data import synthetic"),
         ("models/unet.py", "import torch\nfrom gems.models.resnet import block"),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gems.plans.plan import BATCHES, Plan
-from gems.schedule.core import Action, Kind, Message, Schedule
+from gems.schedule.action import Action, Kind, Message, Schedule
 
 AT_ONCE = 2  # batches under way
 Proofs = dict[tuple[Message, int], list[Message]]

@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.schedule.action import Action, Kind, Message, Schedule
 from gems.schedule.async_window import update
-from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.lower.offload import offload
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.published import l2l, sequential
 
 SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
@@ -136,7 +137,7 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
     """
     finished: dict[int, int] = {}
     done: list[list[int]] = [[] for _ in schedule.ranks]  # where each action came in this order
-    for position, (rank, action) in enumerate(Run(schedule, plan)):
+    for position, (rank, action) in enumerate(ScheduleMachine(schedule, plan)):
         done[rank].append(position)
         if action.computes:
             finished[action.stage] = position
