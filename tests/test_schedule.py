@@ -16,7 +16,8 @@ from gems.predict.timeline import counted
 from gems.schedule import greedy
 from gems.schedule.action import Message, Schedule, parse, parse_action
 from gems.schedule.build import build, lowered
-from gems.schedule.lower.passes import forward_only, receipts
+from gems.schedule.lower.messages import receipts
+from gems.schedule.lower.passes import forward_only
 from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check
 

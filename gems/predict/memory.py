@@ -10,8 +10,8 @@ from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.state_bytes import Share, share
 from gems.predict.timeline import Memory, Meter
 from gems.schedule.action import OF_STAGE, OFFLOADS, Action, Kind, Message, Schedule
+from gems.schedule.lower.messages import Receipts, receipts
 from gems.schedule.lower.offload import Storing
-from gems.schedule.lower.passes import Receipts, receipts
 
 Row = list[Memory]  # right after each action
 

@@ -76,7 +76,7 @@ def _placed(row: Sequence[Action], plan: Plan) -> Iterator[tuple[int, Action]]:
 
 
 class Window(NamedTuple):
-    """One rank's actions, and what holding a message proves (see passes.receipts)."""
+    """One rank's actions, and what holding a message proves (see lower.messages.receipts)."""
 
     actions: tuple[Action, ...]
     proofs: Proofs

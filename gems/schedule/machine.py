@@ -12,7 +12,7 @@ from gems.schedule.dependencies import Result, collective_before, dependencies, 
 
 class Collectives:
     """Collectives in flight. One is complete when every rank of its stage's replica group has
-    reached it and has completed all that it began before: a device runs its collectives in order."""
+    reached it, and has completed all it began before: a device runs its collectives in order."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

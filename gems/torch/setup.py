@@ -27,7 +27,8 @@ from gems.predict.state_bytes import needed, share
 from gems.schedule.action import Kind, Schedule
 from gems.schedule.build import lowered
 from gems.schedule.lower.offload import BETWEEN
-from gems.schedule.lower.passes import lower, recompute
+from gems.schedule.lower.passes import lower
+from gems.schedule.lower.recompute import recompute
 from gems.schedule.validate import require
 from gems.torch.runtime.adapter import PRECISIONS
 from gems.torch.tracing.halo_costs import with_halos
