@@ -356,3 +356,27 @@ def test_weights_behind_an_argmax_are_left_alone() -> None:
         found = planned(Chooses().double(), made, plan)
         assert found.gradients[0]["picks.weight"] is None
         assert_equal(found, plainly(Chooses().double(), made, 2))
+
+
+# The thread transport held the parts of every collective for ever: a rank's memory grew by its
+# gradients in each step.
+def test_threads_hold_no_finished_collectives() -> None:
+    def held(rounds: int) -> int:
+        worlds: set[Any] = set()
+
+        def work(transport: Any) -> None:
+            worlds.add(transport.shared)
+            for _ in range(rounds):
+                one, other = (transport.all_reduce(torch.ones(2), (0, 1)) for _ in range(2))
+                for handle in (other, one, one):  # in any order, and twice
+                    handle.wait()
+                transport.reduce_scatter(torch.ones(2), (0, 1)).wait()
+                transport.all_gather(torch.ones(2), (0, 1)).wait()
+                transport.broadcast(torch.ones(2), 0)
+                transport.all_gather_object(rounds)
+
+        run(2, work)
+        (world,) = worlds
+        return sum(len(x) for x in vars(world).values() if isinstance(x, dict))
+
+    assert held(30) == held(1) == 0
