@@ -21,8 +21,9 @@ from gems.hardware import Link, bytes_of, machine
 from gems.model.costs import Cost, Costs
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
+from gems.schedule.action import Kind, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind, Run, parse
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -241,7 +242,7 @@ def test_each_direction_fetches_for_itself() -> None:
     assert [a.kind for a in ends] == [Kind.ALL_REDUCE] * 3
     fetched = [[a.stage for a in row if a.kind is Kind.UNSHARD] for row in schedule.ranks]
     assert fetched == [[0, 2, 0, 2], [1], [2, 0, 2, 0]]  # rank 1 has one stage in both directions
-    assert len(list(Run(schedule, replace(GEMS, offload="weights")))) == sum(
+    assert len(list(ScheduleMachine(schedule, replace(GEMS, offload="weights")))) == sum(
         len(row) for row in schedule.ranks
     )
 
@@ -279,7 +280,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         planned(small(), data(1), eager, clip=1.0)
     with pytest.raises(PlanError, match="precision='fp16' must see all of them first"):
         planned(small(), data(1), eager, precision="fp16")
-    with pytest.raises(PlanError, match=r"LBFGS may look at all parameters together.*by_parameter"):
+    with pytest.raises(PlanError, match=r"LBFGS may need all parameters at once.*by_parameter"):
         planned(small(), data(1), L2L, make=torch.optim.LBFGS)
 
 

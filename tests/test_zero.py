@@ -20,8 +20,9 @@ from gems.draw.svg import svg
 from gems.errors import PlanError, ScheduleError
 from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
+from gems.schedule.action import Schedule, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Run, Schedule, parse
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -343,7 +344,7 @@ def test_check_finds_gathers_that_are_missing_crossed_or_for_nothing() -> None:
 
 def test_what_needs_weights_waits_until_all_ranks_have_come_to_gather_them() -> None:
     plan = Plan(stages=1, data=2, zero=3, schedule="sequential")
-    stuck = Run(parse("0: 0U 0F0\n1: 0F1@1\n"), plan)
+    stuck = ScheduleMachine(parse("0: 0U 0F0\n1: 0F1@1\n"), plan)
     assert [str(action) for _, action in stuck] == ["0U", "0F1@1"]
     assert [(rank, str(action)) for rank, _, action, _ in stuck.stuck()] == [(0, "0F0")]
 
@@ -385,7 +386,7 @@ def test_what_cannot_be_shared_out_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="each stage is on one rank; give the plan data-parallel"):
         planned(small(), data(1), Plan(stages=1, zero=1))
     for make in (torch.optim.Adafactor, torch.optim.LBFGS, Mine):
-        with pytest.raises(PlanError, match=f"{make.__name__} may look at a parameter as a whole"):
+        with pytest.raises(PlanError, match=f"{make.__name__} may need a parameter as a whole"):
             planned(small(), data(1), replace(UNITS, data=2, zero=1), make=make)
 
 
@@ -396,7 +397,7 @@ class Mine(torch.optim.SGD):
 class Known(Mine):
     """It says that it works cell by cell, and has state before the first step."""
 
-    by_cell = True
+    elementwise = True
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, 0.1, momentum=0.9)

@@ -32,11 +32,16 @@ from gems.torch.agree import together
 from gems.torch.checkpoint.json_values import decode, encode, references, same
 from gems.torch.checkpoint.manifest import Place
 from gems.torch.checkpoint.rng_state import noted, put_back
-from gems.torch.state.optimizer_state import Named, by_name, give_back, give_state, kind
-from gems.torch.state.ownership import named_weights, set_extra_state
+from gems.torch.state.full_state_dict import named_weights, set_extra_state
+from gems.torch.state.optimizer_state import (
+    NamedState,
+    load_named_state,
+    load_param_state,
+    named_state,
+    type_name,
+)
 from gems.torch.state.released import form_of
-from gems.torch.state.sharded_optimizer import cut
-from gems.torch.state.sharded_optimizer import joined as joined_states
+from gems.torch.state.sharded_optimizer import full_state, shard_state
 from gems.torch.state.sparse_gradients import dense
 from gems.transport.encoding import sendable
 
@@ -59,7 +64,10 @@ class Snapshot:
 
     def present(self, trainer: Trainer) -> dict[str, Callable[[], Tensor]]:
         """How to get those of the tensors that are put away."""
-        adapter, states = trainer.adapter, trainer.updates and trainer.updates.states
+        adapter, states = (
+            trainer.adapter,
+            trainer.stage_optimizer and trainer.stage_optimizer.offloaded,
+        )
         found = {key: partial(adapter.copy, name) for key, name in self.away.items()}
         for key, tensor in self.tensors.items():
             if states is not None and states.has(tensor):
@@ -99,9 +107,9 @@ def _shared_state(trainer: Trainer) -> dict[str, Any]:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
     shards = [shard for shard in trainer.adapter.shards.values() if shard.level]
-    states = trainer.updates and trainer.updates.states
+    states = trainer.stage_optimizer and trainer.stage_optimizer.offloaded
     get = states.present if states else lambda x: x
-    return joined_states(trainer.optimizer, shards, trainer.transport, mine, get)
+    return full_state(trainer.optimizer, shards, trainer.transport, mine, get)
 
 
 def _own_part(
@@ -119,7 +127,7 @@ def _own_part(
         first[name] = label
         if writer[name] == rank:
             put[f"model.{label}"] = weights[name]
-            if name in trainer.adapter.at_home:
+            if name in trainer.adapter.host_copies:
                 taken.away[f"model.{label}"] = name
     for name in unlisted(trainer):
         if writer[name] == rank:
@@ -136,14 +144,14 @@ def _own_part(
     mine: dict[str, Tensor] = put if rank == 0 else {}  # what all have, rank 0 writes
     part["shared"] = _shared(trainer, extra if rank == 0 else None, mine)
     if trainer.optimizer is not None:
-        named = by_name(trainer.optimizer, trainer._stepped())
+        named = named_state(trainer.optimizer, trainer._stepped())
         shards = [shard for shard in trainer.adapter.shards.values() if shard.level]
-        pieces = {n for shard in shards for n in shard.pieces}
+        pieces = {n for shard in shards for n in shard.param_shards}
         states = {n: x for n, x in named.state.items() if n not in pieces} | dict(shared)
         part["names"] = named.names
         part["options"] = encode(named.groups, "shared.groups", mine)
         part["shared"]["optimizer"] = {
-            "kind": kind(trainer.optimizer),
+            "kind": type_name(trainer.optimizer),
             "groups": part["options"],
             "rest": encode(named.rest, "shared.optimizer", mine),
         }
@@ -173,7 +181,7 @@ def _shared(trainer: Trainer, extra: Any, put: dict[str, Tensor]) -> dict[str, A
         "optimizer": None,
         "scheduler": scheduler
         and {
-            "kind": kind(scheduler),
+            "kind": type_name(scheduler),
             "state": encode(scheduler.state_dict(), "shared.scheduler", put),
         },
         "extra": encode(extra, "shared.extra", put),
@@ -202,7 +210,7 @@ def _older(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _modules(trainer: Trainer, put: dict[str, Tensor]) -> dict[str, Any]:
-    mine = [label for label, rank in trainer.stats_owners.items() if rank == trainer.rank]
+    mine = [label for label, rank in trainer.extra_state_owners.items() if rank == trainer.rank]
     state = trainer.model.state_dict(keep_vars=True) if mine else {}
     return {label: encode(state[label], f"modules.{label}", put) for label in mine}
 
@@ -230,7 +238,9 @@ def labelled(trainer: Trainer) -> dict[str, str]:
     """The labels of the plain state dict that are weights, with the first name of each."""
     labels = trainer.model.state_dict(keep_vars=True)
     return {
-        label: trainer.first_name[label] for label in labels if label not in trainer.stats_owners
+        label: trainer.first_name[label]
+        for label in labels
+        if label not in trainer.extra_state_owners
     }
 
 
@@ -330,7 +340,7 @@ def _unfit_training(
         return []
     found = []
     for what, mine in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):
-        here, there = mine and kind(mine), plain[what] and plain[what]["kind"]
+        here, there = mine and type_name(mine), plain[what] and plain[what]["kind"]
         if here != there:
             found.append(
                 f"the {what} is {there or 'absent'} in the checkpoint, {here or 'absent'} "
@@ -405,10 +415,10 @@ def part_of(
 def _apart(trainer: Trainer) -> dict[int, set[str]]:
     """For each stage of which something is put away just here, the names of its weights."""
     shards = trainer.adapter.shards
-    found = {s: set(shard.parameters) for s, shard in shards.items() if shard.at_home}
-    if trainer.updates is not None and trainer.updates.states is not None:
+    found = {s: set(shard.parameters) for s, shard in shards.items() if shard.has_host_copy}
+    if trainer.stage_optimizer is not None and trainer.stage_optimizer.offloaded is not None:
         stepped = {id(p): name for name, p in trainer._stepped().items()}
-        for stage, parts in trainer.updates.parts.items():
+        for stage, parts in trainer.stage_optimizer.parameters.items():
             if stage not in shards:
                 found[stage] = {stepped[id(p)] for p in parts}
     return found
@@ -467,7 +477,7 @@ def put(
             if name not in part.names:
                 weights[name].copy_(tensors[key])
     for label, value in plain["modules"].items():
-        if label in trainer.stats_owners:
+        if label in trainer.extra_state_owners:
             set_extra_state(trainer.model, label, decode(value, tensors))
     if part.training:
         _put_training(trainer, plain, part, tensors)
@@ -501,10 +511,10 @@ def put_stage(
             assert trainer.optimizer is not None
             state, exact = decode(saved, tensors), tensors[key].dtype == parameters[name].dtype
             if shard is not None:
-                state = cut(state, parameters[name], shard.pieces[name])
-            give_state(trainer.optimizer, stepped[name], state, exact=exact)
-    if trainer.updates is not None and part.training:
-        trainer.updates.put(stage)
+                state = shard_state(state, parameters[name], shard.param_shards[name])
+            load_param_state(trainer.optimizer, stepped[name], state, exact=exact)
+    if trainer.stage_optimizer is not None and part.training:
+        trainer.stage_optimizer.offload(stage)
 
 
 def _put_training(
@@ -524,12 +534,14 @@ def _put_training(
     }
     for shard in trainer.adapter.shards.values():
         for name in set(state).intersection(shard.parameters):
-            whole, piece = state.pop(name), shard.pieces.get(name)
+            whole, piece = state.pop(name), shard.param_shards.get(name)
             if piece is not None:
-                state[name] = cut(whole, parameters[name], piece)
-    give_back(trainer.optimizer, stepped, Named(groups, plain["names"], state, rest), fine)
-    if trainer.updates is not None:
-        trainer.updates.renew()
+                state[name] = shard_state(whole, parameters[name], piece)
+    load_named_state(
+        trainer.optimizer, stepped, NamedState(groups, plain["names"], state, rest), fine
+    )
+    if trainer.stage_optimizer is not None:
+        trainer.stage_optimizer.reset()
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(decode(plain["scheduler"]["state"], tensors))
     trainer.optimizer.zero_grad(set_to_none=True)

@@ -10,7 +10,7 @@ from torch import nn
 from gems.errors import PlanError, problems
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
-from gems.schedule.core import Kind, Schedule
+from gems.schedule.action import Kind, Schedule
 from gems.torch.tracing.trace import Trace
 
 
