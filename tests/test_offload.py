@@ -357,9 +357,7 @@ class _Watched:
 
     def read(self, into: Tensor) -> Work:
         if self.home.left is None:
-            self.home.left = sum(
-                size for ref, size in self.home.written if not ref.expired()
-            )
+            self.home.left = sum(size for ref, size in self.home.written if not ref.expired())
         return self.slot.read(into)
 
     def free(self) -> None:
@@ -473,9 +471,8 @@ def test_what_stays_is_looked_at_and_nothing_more() -> None:
     weight = torch.ones(3, requires_grad=True)
     bundle.weights = {weight.untyped_storage()._cdata}
     stays = bundle.pack(weight, weight._version)
-    assert (
-        isinstance(stays, PackedTensor) and stays not in bundle.packed and stays.unpack() is not None
-    )
+    assert isinstance(stays, PackedTensor) and stays not in bundle.packed
+    assert stays.unpack() is not None
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

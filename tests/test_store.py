@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_reading_what_was_never_written_is_an_error(tmp_path: Path) -> None:
     home = DiskStore(CPU, tmp_path)
-    with pytest.raises(GemsError, match="are not there"):
+    with pytest.raises(GemsError, match="are missing"):
         home.slot(8).read(torch.zeros(1, dtype=torch.float64)).wait()
     home.close()
 
