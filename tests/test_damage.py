@@ -306,7 +306,7 @@ FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: restated(
             path, lambda plain: plain["random"]["0"]["python"].update(version=[3])
         ),
-        "the states of random generators cannot be taken",
+        "the states of random generators are not valid",
     ),
     "a tensor that there is not": (
         lambda path: restated(path, lambda plain: plain.update(extra={"$tensor": "x"})),
@@ -364,7 +364,7 @@ def test_whoever_fails_after_all_was_validated_says_that_the_trainer_is_half_loa
     def failing(*_: Any) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr("gems.torch.checkpoint.save_load.put", failing)
+    monkeypatch.setattr("gems.torch.checkpoint.save_load.restore", failing)
 
     def load(trainer: Trainer) -> str:
         with pytest.raises(CheckpointError) as rejected:

@@ -3,12 +3,14 @@
 Of DCP we use its planners, its file writer and reader, and its layout on disk, so that its own
 tools (`dcp_to_torch_save`, `dcp.load`) open our checkpoints. We do not use `dcp.save` and
 `dcp.load`: they talk over a process group, and our ranks may be threads, or have a group that is
-not the default one. The steps are theirs, with `transport.gather` in place of their collectives:
+not the default one. The steps are theirs, with the transport's all_gather_object in place of their
+collectives:
 
-    each rank: local plan ──gather──► global plan, the same on all ──► data files ──gather──► index
+    local plans ──all-gather──► global plan, the same on all ──► data files ──all-gather──► index
 
-Nor do we open DCP's index: `.metadata` is a pickle, and reading it would run what it says. We write
-it for others, and read ours from the manifest. The data files are read with `weights_only=True`.
+Nor do we open DCP's index: `.metadata` is a pickle, and reading it would run code of the file. We
+write it for others, and read ours from the manifest. The data files are read with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from gems.errors import CheckpointError
 from gems.torch.agree import together
 from gems.torch.checkpoint.atomic_folder import sync
-from gems.torch.checkpoint.manifest import Manifest, Place
+from gems.torch.checkpoint.manifest import Manifest, TensorEntry
 from gems.torch.state.released import form_of
 from gems.transport.encoding import sendable
 from gems.transport.protocol import Transport
@@ -61,11 +63,11 @@ def write(
     transport: Transport,
     doing: str,
     present: Mapping[str, Callable[[], Tensor]],
-) -> dict[str, Place]:
+) -> dict[str, TensorEntry]:
     """Every rank writes its own tensors, by keys like `model.stem.weight`; where all of them are.
 
-    `aliases` are further keys of tensors that somebody writes. No two ranks may have one key. What
-    has no memory now is asked for by its key, when its turn comes, of those that are `present`.
+    `aliases` are further keys of tensors that some rank writes. No two ranks may have one key.
+    Offloaded tensors are loaded by `present`, one at a time, when they are written.
     """
     rank = transport.rank
     planner, writer = _Planner(present), FileSystemWriter(folder, overwrite=False)
@@ -94,11 +96,11 @@ def write(
     together(transport, doing, indexed)
     found |= {result.index.fqn: result for result in same}
     forms = metadata.state_dict_metadata
-    return {key: _place(forms[key], result.storage_data) for key, result in found.items()}
+    return {key: _entry(forms[key], result.storage_data) for key, result in found.items()}
 
 
 class _Planner(DefaultSavePlanner):
-    """One that gets tensors that are elsewhere, one at a time, when they are written."""
+    """Loads offloaded tensors one at a time, when they are written."""
 
     def __init__(self, present: Mapping[str, Callable[[], Tensor]]) -> None:
         super().__init__()
@@ -127,14 +129,14 @@ def _renamed(metadata: Metadata, alias: str, written: WriteResult) -> WriteResul
     return dataclasses.replace(written, index=index)
 
 
-def _place(form: Any, info: _StorageInfo) -> Place:
+def _entry(form: Any, info: _StorageInfo) -> TensorEntry:
     dtype = str(form.properties.dtype).removeprefix("torch.")
-    return Place(tuple(form.size), dtype, info.relative_path, info.offset, info.length)
+    return TensorEntry(tuple(form.size), dtype, info.relative_path, info.offset, info.length)
 
 
 def read(folder: Path, manifest: Manifest, keys: Iterable[str]) -> dict[str, Tensor]:
     """These tensors, in host memory. Nothing else of the files is read."""
-    state: dict[str, Any] = {key: _room(key, manifest.tensors.get(key)) for key in keys}
+    state: dict[str, Any] = {key: _allocated(key, manifest.tensors.get(key)) for key in keys}
     metadata = _metadata({key: manifest.tensors[key] for key in state})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata, is_coordinator=True)
@@ -145,27 +147,27 @@ def read(folder: Path, manifest: Manifest, keys: Iterable[str]) -> dict[str, Ten
     return state
 
 
-def dtype_of(place: Place) -> torch.dtype:
-    found = getattr(torch, place.dtype, None)
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    found = getattr(torch, entry.dtype, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{place.dtype!r} is not a type of tensors in this torch")
+        raise CheckpointError(f"{entry.dtype!r} is not a type of tensors in this torch")
     return found
 
 
-def _room(key: str, place: Place | None) -> Tensor:
-    if place is None:
+def _allocated(key: str, entry: TensorEntry | None) -> Tensor:
+    if entry is None:
         raise CheckpointError(f"the manifest lists no tensor {key}, which state.json refers to")
-    return torch.empty(place.shape, dtype=dtype_of(place))
+    return torch.empty(entry.shape, dtype=dtype_of(entry))
 
 
-def _metadata(places: Mapping[str, Place]) -> Metadata:
+def _metadata(entries: Mapping[str, TensorEntry]) -> Metadata:
     """DCP's index, out of ours."""
     forms: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for key, place in places.items():
-        start, shape = torch.Size([0] * len(place.shape)), torch.Size(place.shape)
-        properties = TensorProperties(dtype=dtype_of(place))
+    for key, entry in entries.items():
+        start, shape = torch.Size([0] * len(entry.shape)), torch.Size(entry.shape)
+        properties = TensorProperties(dtype=dtype_of(entry))
         chunk = ChunkStorageMetadata(start, shape)
         forms[key] = TensorStorageMetadata(properties, shape, [chunk])
-        storage[MetadataIndex(key, start, 0)] = _StorageInfo(place.file, place.offset, place.bytes)
+        storage[MetadataIndex(key, start, 0)] = _StorageInfo(entry.file, entry.offset, entry.bytes)
     return Metadata(forms, storage_data=storage)

@@ -6,29 +6,24 @@ take, and `validate_random` at states of generators, which only generators can j
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gems.errors import CheckpointError, problems, short
-from gems.torch.checkpoint.contents import labelled, unlisted, weights_of
 from gems.torch.checkpoint.json_values import DECODE, references
-from gems.torch.checkpoint.manifest import REMEDY, Place
+from gems.torch.checkpoint.manifest import REMEDY, TensorEntry
+from gems.torch.checkpoint.rng_state import validate_rng
+from gems.torch.checkpoint.weight_keys import loadable
+from gems.torch.state.sharded_optimizer import ELEMENTWISE
 
 if TYPE_CHECKING:
     from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
-Tensors = Mapping[str, Place]
+Tensors = Mapping[str, TensorEntry]
 MOST = 2**53  # of counts: what a float holds exactly
-
-# Those whose state is one number or like the parameter. Others may keep what they like.
-ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
-    *("ASGD", "Rprop"),
-}
 
 
 def _reject(found: Iterable[str]) -> None:
@@ -233,15 +228,8 @@ def _alike(here: Any, saved: Any, *, finite: bool) -> bool:
 
 def _wrong_shapes(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
     assert trainer.optimizer is not None
-    weights = weights_of(trainer)
-    keys = {f"model.{label}": name for label, name in labelled(trainer).items()}
-    keys |= {f"buffers.{name}": name for name in unlisted(trainer)}  # also of the loss
-    shapes: dict[str, tuple[int, ...]] = {}  # of those that will be taken
-    for key, name in keys.items():
-        place = tensors.get(key)
-        if name in trainer.adapter.held and getattr(place, "shape", None) == weights[name].shape:
-            shapes[name] = tuple(weights[name].shape)
-    if plain["optimizer"]["kind"] in ELEMENTWISE:
+    shapes = {name: tensors[key].shape for key, name in loadable(trainer, tensors).items()}
+    if plain["optimizer"]["kind"] in {kind.__name__ for kind in ELEMENTWISE}:  # others may differ
         for name, state in plain["state"].items():
             for key, x in state.items() if name in shapes else ():
                 number = _is_number(x) or x is None or isinstance(x, bool)
@@ -263,20 +251,8 @@ def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:
 
 
 def validate_random(states: Any, device: torch.device) -> None:
-    """Raise unless generators of their own take these states."""
     try:
-        torch.Generator().set_state(states["torch"])
-        python = states["python"]
-        numbers = tuple(python["numbers"].tolist())
-        random.Random().setstate((python["version"], numbers, python["gauss"]))
-        if python["gauss"] is not None and type(python["gauss"]) is not float:
-            raise ValueError("gauss")
-        if "numpy" in states:
-            import numpy
-
-            numpy.random.RandomState().set_state(states["numpy"])
-        if "cuda" in states and device.type == "cuda":
-            torch.Generator(device).set_state(states["cuda"])
+        validate_rng(states, device)
     except Exception as error:
-        said = f"{type(error).__name__}: {short(error, 200)}"
-        _reject([f"the states of random generators cannot be taken ({said})"])
+        why = f"{type(error).__name__}: {short(error, 200)}"
+        _reject([f"the states of random generators are not valid ({why})"])
