@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.recompute import WHOLE_STAGE
 from gems.schedule.async_window import update
 from gems.schedule.core import Action, Kind, Message, Run, Schedule
 from gems.schedule.lower.offload import offload
@@ -36,7 +37,7 @@ def recompute(schedule: Schedule, plan: Plan) -> Schedule:
     Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
     not before, the micro-batch takes up the memory of its stash.
     """
-    if not any(keep in ("inputs", "except-last") for keep in plan.keeps):
+    if not any(entry in WHOLE_STAGE for entry in plan.recompute_by_stage):
         return schedule
     rows = []
     for row in schedule.ranks:
