@@ -21,7 +21,7 @@ from gems.planner.assign import stages_by_name
 from gems.plans.plan import Plan
 from gems.plans.recompute import WHOLE_STAGE
 from gems.predict.recompute_cost import Footprint, entering, footprint, recomputed_blocks, runs
-from gems.schedule.core import Message
+from gems.schedule.action import Message
 from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.reshard import Transfer, whole
 from gems.torch.runtime.rng import Draws
