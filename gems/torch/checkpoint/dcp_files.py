@@ -16,9 +16,10 @@ write it for others, and read ours from the manifest. The data files are read wi
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import (
@@ -43,10 +44,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from gems.errors import CheckpointError
+from gems.errors import CheckpointError, short
 from gems.torch.agree import together
 from gems.torch.checkpoint.atomic_folder import sync
-from gems.torch.checkpoint.manifest import Manifest, TensorEntry
+from gems.torch.checkpoint.manifest import DTYPES, REMEDY, Manifest, TensorEntry
 from gems.torch.state.released import form_of
 from gems.transport.encoding import sendable
 from gems.transport.protocol import Transport
@@ -135,29 +136,53 @@ def _entry(form: Any, info: _StorageInfo) -> TensorEntry:
 
 
 def read(folder: Path, manifest: Manifest, keys: Iterable[str]) -> dict[str, Tensor]:
-    """These tensors, in host memory. Nothing else of the files is read."""
-    state: dict[str, Any] = {key: _allocated(key, manifest.tensors.get(key)) for key in keys}
-    metadata = _metadata({key: manifest.tensors[key] for key in state})
+    """These tensors, in host memory: tied weights once. Nothing else of the files is read."""
+    wanted = {key: _entry_of(key, manifest) for key in keys}
+    first = {entry: key for key, entry in wanted.items()}
+    state: dict[str, Any] = {
+        key: torch.empty(entry.shape, dtype=dtype_of(entry)) for entry, key in first.items()
+    }
+    metadata = _metadata({key: entry for entry, key in first.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader = FileSystemReader(folder)
+    reader = _Reader(folder)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
-    return state
+    return {key: state[first[entry]] for key, entry in wanted.items()}
+
+
+class _Reader(FileSystemReader):
+    """Reads only tensors that are stored as they are. torch.load would also decompress them, to a
+    thousand times the bytes that the manifest allows."""
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        found = super()._slice_file(file, sinfo)
+        try:
+            with zipfile.ZipFile(found) as members:
+                sizes = [(x.compress_type, x.file_size) for x in members.infolist()]
+        except zipfile.BadZipFile:
+            sizes = []
+        kinds, size = {kind for kind, _ in sizes}, sum(size for _, size in sizes)
+        if kinds != {zipfile.ZIP_STORED} or size > sinfo.length:
+            raise CheckpointError(
+                f"the tensor at byte {sinfo.offset} of {sinfo.relative_path} is not stored as "
+                f"torch stores it, uncompressed; {REMEDY}"
+            )
+        found.seek(0)
+        return found
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{entry.dtype!r} is not a type of tensors in this torch")
-    return found
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{short(entry.dtype, 60)} is not a type of tensors in this torch")
+    return DTYPES[entry.dtype]
 
 
-def _allocated(key: str, entry: TensorEntry | None) -> Tensor:
-    if entry is None:
+def _entry_of(key: str, manifest: Manifest) -> TensorEntry:
+    if key not in manifest.tensors:
         raise CheckpointError(f"the manifest lists no tensor {key}, which state.json refers to")
-    return torch.empty(entry.shape, dtype=dtype_of(entry))
+    return manifest.tensors[key]
 
 
 def _metadata(entries: Mapping[str, TensorEntry]) -> Metadata:

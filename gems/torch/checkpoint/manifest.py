@@ -103,6 +103,8 @@ def read_json(path: Path) -> Any:
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; {REMEDY}, or copy the files themselves")
     try:
+        if not path.is_file():
+            raise ValueError("it is not a file")
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST} bytes")
         return parse_json(path.read_bytes())
@@ -116,9 +118,10 @@ def _checked(plain: Any, path: Path) -> Manifest:
     if not isinstance(plain, dict) or plain.get("what") != WHAT:
         raise CheckpointError(f"{path / NAME} is not the manifest of a {WHAT}; {REMEDY}")
     if isinstance(number := plain.get("format"), int) and number > FORMAT:
+        writer = short(plain.get("gems"), 60)
         raise CheckpointError(
-            f"{path} has format {number}, written by GEMS {plain.get('gems')}, and this GEMS reads "
-            f"up to format {FORMAT}; install GEMS {plain.get('gems')} or later"
+            f"{path} has format {number}, written by GEMS {writer}, and this GEMS reads up to "
+            f"format {FORMAT}; install GEMS {writer} or later"
         )
     if plain.pop("sha256", None) != _signature(plain):
         raise CheckpointError(f"{path / NAME} is damaged: its checksum does not fit; {REMEDY}")
@@ -131,6 +134,7 @@ def _checked(plain: Any, path: Path) -> Manifest:
         found = Manifest(**{**plain, "tensors": entries, "files": files})
         wrong = [*_wrong_fields(found), *_wrong_entries(found)]
         strange = [name for name in files if not OWN.fullmatch(name) or name == NAME]
+        wrong += [] if STATE in files else [f"it lists no {STATE}"]
         strange += [key for key, entry in entries.items() if entry.file not in files]
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -147,6 +151,7 @@ def _checked(plain: Any, path: Path) -> Manifest:
 
 
 MOST = 2**63
+DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 
 def _is_count(x: object) -> bool:
@@ -172,8 +177,7 @@ def _wrong_entries(found: Manifest) -> Iterator[str]:
         if not all(map(_is_count, counts)) or not isinstance(entry.dtype, str):
             yield f"{short(key, 80)} has the shape, type, offset or bytes {short(entry, 200)}"
             continue
-        dtype = getattr(torch, entry.dtype, None)
-        size = dtype.itemsize if isinstance(dtype, torch.dtype) else 1
+        size = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 1
         if math.prod(entry.shape) * size > entry.bytes or len(entry.shape) > 64:
             yield f"{short(key, 80)} is {short(entry.shape, 60)} in {entry.bytes} bytes"
         file = found.files.get(entry.file)
