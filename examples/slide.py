@@ -49,7 +49,9 @@ def main() -> None:
         likely.append(trainer.predict(images).softmax(1))
     if trainer.rank == 0:
         metrics = scores.summary()
-        print(f"{len(unseen)} unseen tiles: {metrics['accuracy']:.0%} right, AUC {metrics['auc']:.2f}")
+        print(
+            f"{len(unseen)} unseen tiles: {metrics['accuracy']:.0%} right, AUC {metrics['auc']:.2f}"
+        )
         corners = [slides.place(i)[1:] for i in range(len(slides))]
         maps = heat_map(folder, sample.slide, corners, 32, torch.cat(likely), slides.names)
         print(f"look at {maps.png}, or open {maps.geojson} in QuPath")
