@@ -56,8 +56,8 @@ def main() -> None:
     metrics = scores.summary()
     if trainer.rank == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps")
-        print(f"unseen tissue: Dice of the stain {metrics['dice_1']:.2f}, IoU {metrics['iou_1']:.2f}, "
-              f"pixels right {metrics['accuracy']:.0%}")  # fmt: skip
+        print(f"unseen tissue: Dice of the stain {metrics['dice_1']:.2f}, "
+              f"IoU {metrics['iou_1']:.2f}, pixels right {metrics['accuracy']:.0%}")  # fmt: skip
         assert metrics["dice_1"] > 0.5
     trainer.close()
 

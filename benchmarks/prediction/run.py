@@ -46,7 +46,8 @@ def main() -> None:
     given = parser.parse_args()
     print(where())
     print(
-        "| network | plan | predicted, ms | measured, ms | off | predicted, MB | counted, MB | worst kind |"
+        "| network | plan | predicted, ms | measured, ms | off | predicted, MB | counted, MB "
+        "| worst kind |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     found = []
