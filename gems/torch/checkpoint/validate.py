@@ -15,7 +15,7 @@ from gems.errors import CheckpointError, problems, short
 from gems.torch.checkpoint.json_values import DECODE, references
 from gems.torch.checkpoint.manifest import DTYPES, REMEDY, TensorEntry
 from gems.torch.checkpoint.rng_state import validate_rng
-from gems.torch.checkpoint.weight_keys import loadable
+from gems.torch.checkpoint.weight_keys import loadable, weights_of
 from gems.torch.state.sharded_optimizer import ELEMENTWISE
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ def _alike(here: Any, saved: Any, tensors: Tensors, *, finite: bool) -> bool:
 
 def _wrong_states(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
     """Optimizer state, gradients and older weights that are not like the weights they belong to."""
-    weights = {name: tensors[key] for key, name in loadable(trainer, tensors).items()}
+    every = weights_of(trainer)
+    weights = {name: every[name] for name in loadable(trainer, tensors).values()}
     if plain["optimizer"]["kind"] in {kind.__name__ for kind in ELEMENTWISE}:  # others may differ
         for name, state in plain["state"].items():
             for key, x in state.items() if name in weights else ():
@@ -253,12 +254,13 @@ def _wrong_states(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) 
             yield f"{short(key, 80)} is not of the shape and type of the weight"
 
 
-def _fits(spelled: Any, weight: TensorEntry, tensors: Tensors) -> bool:
+def _fits(spelled: Any, weight: Tensor, tensors: Tensors) -> bool:
     """Whether an encoded value is a tensor like a weight: of real or complex numbers, as it is."""
-    if _shape(spelled, tensors) != weight.shape:
+    if _shape(spelled, tensors) != tuple(weight.shape):
         return False
-    kinds = [DTYPES.get(x.dtype) for x in (tensors[spelled["$tensor"]], weight)]
-    return len({kind and (kind.is_floating_point, kind.is_complex) for kind in kinds}) == 1
+    dtype = DTYPES.get(tensors[spelled["$tensor"]].dtype, torch.bool)
+    kind, own = ((x.is_floating_point, x.is_complex) for x in (dtype, weight.dtype))
+    return kind == own
 
 
 def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:
