@@ -588,7 +588,7 @@ def test_heat_maps_show_the_class_that_was_asked_for(tmp_path: Path, tissue: Sam
         ("--optimizer adam --momentum 0.9", "adam has no momentum to set to 0.9"),
         ("--learning-rate 0", "learning_rate is 0.0, not above 0"),
         ("--learning-rate-decay 2", "step decay by 2.0"),
-        ("--learning-rate-schedule cosine --warm-up 9", "no more than the 9 of its warm-up"),
+        ("--learning-rate-schedule cosine --warm-up 9", "is no longer than --warm-up 9"),
         ("--learning-rate-schedule cosine --learning-rate-decay 0.5", "leave out one of them"),
         ("--resume --overwrite", "give one of them"),
         ("--no-save --save-every 2", "give one of them"),

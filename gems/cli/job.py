@@ -29,7 +29,7 @@ from gems.torch.checkpoint.manifest import latest, remove_all
 from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.interrupt import Interrupt
 from gems.torch.losses import loss
-from gems.torch.optimizers import learning_rates, optimizer
+from gems.torch.optimizers import cosine, optimizer, step_decay, warmed_up
 from gems.torch.trainer import Step, Trainer
 
 if TYPE_CHECKING:
@@ -126,15 +126,19 @@ class Job:
             )
 
     def _scheduler(self, steered: torch.optim.Optimizer) -> Any:
-        given, per_update = self.given, self.given.accumulate
+        given, updates = self.given, self.steps // self.given.accumulate
         if given.learning_rate_schedule == "cosine":
-            options = {"steps": max(1, self.steps // per_update)}
+            if updates <= given.warm_up:
+                raise GemsError(
+                    f"a run of {updates} updates is no longer than --warm-up {given.warm_up}; "
+                    "train longer, or warm up for fewer updates"
+                )
+            factor = cosine(updates - given.warm_up)
         else:
-            every = given.decay_epochs * self.batches.steps // per_update
-            options = {"factor": given.learning_rate_decay, "every": max(1, every)}
-        with in_words():
-            factor = learning_rates(given.learning_rate_schedule, warm_up=given.warm_up, **options)
-        return torch.optim.lr_scheduler.LambdaLR(steered, factor)
+            every = given.decay_epochs * self.batches.steps // given.accumulate
+            with in_words():
+                factor = step_decay(given.learning_rate_decay, max(1, every))
+        return torch.optim.lr_scheduler.LambdaLR(steered, warmed_up(factor, given.warm_up))
 
     def _steer(self) -> None:
         """A checkpoint brings the options of its optimizer; those of the command line hold."""
