@@ -18,7 +18,7 @@ from gems.files import from_json
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
-from gems.schedule.core import parse
+from gems.schedule.action import parse
 
 STEP = str(Path(__file__).parent.parent / "docs" / "step.json")  # four ranks, gems, measured
 SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--image-size", "16"]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from gems.errors import PlanError, TraceError
 from gems.model.graph import crossings
 from gems.plans.plan import Plan
-from gems.schedule.core import parse
+from gems.schedule.action import parse
 from gems.schedule.lower.passes import lower
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.rng import Draws

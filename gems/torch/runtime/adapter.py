@@ -20,7 +20,7 @@ from gems.errors import PlanError, ShapeError, TraceError
 from gems.hardware import Machine
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.timeline import Memory
-from gems.schedule.core import Action, Kind, Message
+from gems.schedule.action import Action, Kind, Message
 from gems.torch.offload.activations import Bundle, View, opened
 from gems.torch.offload.split_inputs import Form, part_of
 from gems.torch.offload.stores import Store
