@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gems.cli.main import main
-from gems.cli.options import add_plan, plan_from
+from gems.cli.options import add_options
+from gems.cli.plan_options import PLAN, plan_from
 from gems.files import from_json
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
@@ -196,7 +197,7 @@ def test_how_stages_are_cut_can_be_said_on_the_command_line(
     options: list[str], fields: dict[str, object]
 ) -> None:
     parser = argparse.ArgumentParser()
-    add_plan(parser)
+    add_options(parser, PLAN)
     plan = plan_from(parser.parse_args(["--stages", "3", *options]))
     assert {name: getattr(plan, name) for name in fields} == fields
 

@@ -18,7 +18,8 @@ import torch
 from gems.cli.data import SOURCES, divided, loader, source_from
 from gems.cli.job import trainer_from
 from gems.cli.main import main
-from gems.cli.options import fitted, plan_from
+from gems.cli.model_options import fitted
+from gems.cli.plan_options import plan_from
 from gems.data.sample import Sample, sample_slides
 from gems.data.slides import Slides
 from gems.data.synthetic import Synthetic

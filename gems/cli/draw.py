@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
+from gems.cli.model_options import MODEL, studied
+from gems.cli.options import add_options, count, machine_option, path, string
+from gems.cli.plan_options import PLAN, plan_from
 from gems.cli.simulate import predicted
 from gems.draw.chrome import chrome
 from gems.draw.cut.core import cut
@@ -48,6 +50,27 @@ EXAMPLES = """examples:
   gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
                                                       which blocks each stage has, what crosses
 """
+PICTURES = {
+    "--over": path(
+        "a second timeline of the same plan, drawn below the first lane by lane on one time axis; "
+        "if only one of them is in unit costs, its units are scaled to fit the other",
+        "OTHER.json",
+    ),
+    "--cut": {
+        "action": "store_true",
+        "help": "the partition of the model instead of the step: its blocks by stage, and the "
+        "bytes between stages; a page (--html) shows both",
+    },
+    "--svg": path("write a picture for a document"),
+    "--html": path("write a page, one file that needs no other: zoom, drag, point at anything"),
+    "--trace": path("write the step for Perfetto or Chrome (JSON)"),
+    "--title": string(None, "title of the pictures (default: model and schedule, or file)", "TEXT"),
+    "--actions": {"action": "store_true", "help": "print the schedule as text, which parses back"},
+    "--width": count(120, "columns of the text (default 120)"),
+    "--machine": machine_option(
+        "machine whose costs are estimated (default: unit costs; with --cut, cpu)", None
+    ),
+}
 
 
 def add(commands: Any) -> None:
@@ -58,45 +81,16 @@ def add(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    put = parser.add_argument
-    put(
+    parser.add_argument(
         "file",
         nargs="?",
         type=Path,
         help="a timeline (.json, from gems train or simulate) or a schedule as text; "
         "default: the plan's own schedule",
     )
-    group = parser.add_argument_group("the pictures")
-    put = group.add_argument
-    put(
-        "--over",
-        type=Path,
-        metavar="OTHER.json",
-        help="a second timeline of the same plan, drawn below the first lane by lane on one time "
-        "axis; if only one of them is in unit costs, its units are made as long as fits the other",
-    )
-    put(
-        "--cut",
-        action="store_true",
-        help="the cut of the model instead of the step: its blocks by stage, and the bytes that "
-        "cross; a page (--html) shows both",
-    )
-    put("--svg", type=Path, metavar="FILE", help="write a picture for a document")
-    put(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page, one file that needs no other: zoom, drag, point at anything",
-    )
-    put("--trace", type=Path, metavar="FILE", help="write the step for Perfetto or Chrome (JSON)")
-    put("--title", metavar="TEXT", help="over the pictures (default: model and schedule, or file)")
-    put("--actions", action="store_true", help="print the schedule as text, which parses back")
-    put("--width", type=int, default=120, metavar="N", help="columns of the text (default 120)")
-    add_machine(
-        parser, "what the model is estimated on (default: unit costs; with --cut, cpu)", None
-    )
-    add_plan(parser)
-    add_model(parser)
+    add_options(parser, PICTURES, "pictures")
+    add_options(parser, PLAN, "parallel plan")
+    add_options(parser, MODEL, "model")
     parser.set_defaults(run=run)
 
 

@@ -15,7 +15,7 @@ from gems.cli.data import divided, loader, source_from
 from gems.cli.heat import heat_maps, wanted
 from gems.cli.journal import Journal, require_board
 from gems.cli.judge import HEADLINES, predicted
-from gems.cli.options import fitted, micro_batch, model_from
+from gems.cli.model_options import fitted, micro_batch, model_from
 from gems.cli.progress import Pace, bar
 from gems.cli.reject import in_words
 from gems.cli.results import finish

@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (train, eval, plan, simulate, draw, check, trace, machine):
         command.add(commands)
     for subparser in commands.choices.values():
+        file = " [FILE]" if any(a.dest == "file" for a in subparser._actions) else ""
+        subparser.usage = f"{subparser.prog}{file} [OPTION ...]"
         bound(subparser)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     typed = tuple(arguments)

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gems.cli.data import APP_OPTIONS, add_data
-from gems.cli.options import add_plan, told
+from gems.cli.data import APP_OPTIONS, DATA
+from gems.cli.options import changed
+from gems.cli.plan_options import PLAN
 from gems.errors import GemsError, problems
 
 LEAST = {
@@ -55,14 +56,14 @@ def _small(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _of_the_app(given: argparse.Namespace) -> Iterator[str]:
-    for flag in told(given, add_data):
+    for flag in changed(given, DATA):
         apps = APP_OPTIONS.get(flag)
         if apps is not None and given.app not in apps:
             yield f"{flag} is for --app {' or '.join(apps)}, not {given.app}; leave it out"
 
 
 def _with_auto(given: argparse.Namespace) -> Iterator[str]:
-    if given.auto and (extra := [f for f in told(given, add_plan) if f not in WITH_AUTO]):
+    if given.auto and (extra := [f for f in changed(given, PLAN) if f not in WITH_AUTO]):
         yield f"--auto {given.auto} lets the planner choose; leave out {', '.join(extra)}"
 
 
