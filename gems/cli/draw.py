@@ -1,4 +1,4 @@
-"""`gems draw`: pictures of a step and of the cut of a model.
+"""`gems draw`: pictures of a step, and of a model partitioned into stages.
 
 A step is predicted from a plan, or read from a file that gems train or gems simulate wrote. It is
 printed as text, one row per rank: F forward, B backward (or I and W, its input and weight
@@ -18,11 +18,11 @@ from gems.cli.options import add_options, count, machine_option, path, string
 from gems.cli.plan_options import PLAN, plan_from
 from gems.cli.simulate import predicted
 from gems.draw.chrome import chrome
-from gems.draw.cut.core import cut
-from gems.draw.cut.svg import svg as cut_svg
-from gems.draw.cut.text import text as cut_text
 from gems.draw.html import html
 from gems.draw.levels import levels
+from gems.draw.partition.cells import partitioned
+from gems.draw.partition.svg import svg as partition_svg
+from gems.draw.partition.text import text as partition_text
 from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, problems
@@ -47,8 +47,8 @@ EXAMPLES = """examples:
                                                       one over the other, and how far they differ
   gems draw runs/train/timeline.json --trace step.trace.json
                                                       for ui.perfetto.dev or chrome://tracing
-  gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
-                                                      which blocks each stage has, what crosses
+  gems draw --partition --model unet --image-size 256 --stages 5 --svg unet.svg
+                                                      which blocks each stage has, and what it sends
 """
 PICTURES = {
     "--over": path(
@@ -56,7 +56,7 @@ PICTURES = {
         "if only one of them is in unit costs, its units are scaled to fit the other",
         "OTHER.json",
     ),
-    "--cut": {
+    "--partition": {
         "action": "store_true",
         "help": "the partition of the model instead of the step: its blocks by stage, and the "
         "bytes between stages; a page (--html) shows both",
@@ -68,7 +68,7 @@ PICTURES = {
     "--actions": {"action": "store_true", "help": "print the schedule as text, which parses back"},
     "--width": count(120, "columns of the text (default 120)"),
     "--machine": machine_option(
-        "machine whose costs are estimated (default: unit costs; with --cut, cpu)", None
+        "machine whose costs are estimated (default: unit costs; with --partition, cpu)", None
     ),
 }
 
@@ -76,7 +76,7 @@ PICTURES = {
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "draw",
-        help="draw a step, or the cut of a model",
+        help="draw a step, or the partition of a model",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,7 +97,7 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     if found := list(_problems(given)):
         raise GemsError(problems("these options do not go together:", found))
-    _show_cut(given) if given.cut else _show_step(given)
+    _show_partition(given) if given.partition else _show_step(given)
     return 0
 
 
@@ -106,12 +106,12 @@ def _problems(given: argparse.Namespace) -> Iterator[str]:
     measured = read and given.file.suffix == ".json"
     if measured and given.actions:
         yield f"{given.file} is a timeline, which has no schedule to print; leave out --actions"
-    if read and given.machine and not given.cut:
+    if read and given.machine and not given.partition:
         yield f"{given.file} has its times, or takes unit costs; leave out --machine"
-    if given.cut and given.actions:
-        yield "--actions prints the schedule of a step; leave out --cut"
-    if given.cut and not (given.html or given.trace) and (given.over or read):
-        yield "a cut has no step in it; leave out the timeline, or add --html to show both"
+    if given.partition and given.actions:
+        yield "--actions prints the schedule of a step; leave out --partition"
+    if given.partition and not (given.html or given.trace) and (given.over or read):
+        yield "--partition draws no step; leave out the timeline, or add --html to show both"
 
 
 class Step(NamedTuple):
@@ -135,17 +135,17 @@ def _show_step(given: argparse.Namespace) -> None:
     _write(given.trace, lambda: chrome(*step))
 
 
-def _show_cut(given: argparse.Namespace) -> None:
+def _show_partition(given: argparse.Namespace) -> None:
     given.machine = given.machine or "cpu"
     plan = plan_from(given)
     graph, costs = studied(given, machine(given.machine)).graph
-    shown = cut(graph, stages(plan, graph, costs), costs, plan.sizes)
-    print(cut_text(shown, plan))
-    picture = cut_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)
+    shown = partitioned(graph, stages(plan, graph, costs), costs, plan.sizes)
+    print(partition_text(shown, plan))
+    picture = partition_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)
     _write(given.svg, lambda: picture)
     if given.html or given.trace:
         step = _step(given)
-        _write(given.html, lambda: html(*step, cut=picture))
+        _write(given.html, lambda: html(*step, partition=picture))
         _write(given.trace, lambda: chrome(*step))
 
 
