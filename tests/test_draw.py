@@ -495,7 +495,7 @@ def test_the_front_has_what_nothing_beats_in_both_currencies() -> None:
 
 def test_a_scatter_has_a_disc_per_point_and_a_hollow_one_where_it_was_predicted() -> None:
     points = [
-        Point("keep <all>", "keep", 300, 2.5, said=(290, 2.4)),
+        Point("keep <all>", "keep", 300, 2.5, predicted=(290, 2.4)),
         Point("inputs", "keep", 150, 3.2),
         Point("not run", "keep", float("nan"), 1.0),
     ]

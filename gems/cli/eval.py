@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.cli.config import add_config
-from gems.cli.heat import heat_map_options, heat_maps, wanted
+from gems.cli.heat_maps import heat_map_options, heat_maps, wanted
 from gems.cli.model_options import micro_batch
 from gems.cli.options import add_options, choice, count, path
 from gems.cli.train import add_running, held, planned
@@ -66,9 +66,9 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
+    from gems.cli.evaluate import predicted
     from gems.cli.job import begin, trainer_from
     from gems.cli.journal import plain
-    from gems.cli.judge import predicted
     from gems.cli.model_options import fitted
 
     source = part_of(given)

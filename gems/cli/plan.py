@@ -40,9 +40,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="choose or write out a plan",
-        description=f"{__doc__} With --auto RANKS the planner searches and says why, among plans "
-        "of --schedule if that is given (2bw only then); without it, the plan options are taken as "
-        "they are and its stages are written out.",
+        description=f"{__doc__} With --auto RANKS the planner searches and explains its choice, "
+        "among plans of --schedule if given (2bw only then); without it, the plan options are "
+        "taken as they are and its stages are written out.",
     )
     add_options(parser, MODEL, "model")
     add_options(parser, PLAN, "parallel plan")

@@ -21,7 +21,7 @@ from typing import Any
 
 from gems.cli.config import add_config, effective
 from gems.cli.data import DATA
-from gems.cli.heat import heat_map_options
+from gems.cli.heat_maps import heat_map_options
 from gems.cli.lock import locked, require_free
 from gems.cli.model_options import MODEL, micro_batch
 from gems.cli.options import add_options, choice, count, machine_option, path, real, string, switch

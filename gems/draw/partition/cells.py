@@ -76,7 +76,7 @@ def partitioned(
 ) -> Partition:
     """The picture's data. `costs`, per block, add seconds to what the graph knows of bytes.
 
-    `sizes` says how many ranks share each stage; one, unless given.
+    `sizes` is the number of ranks of each stage; one, unless given.
     """
     sizes = tuple(sizes) or (1,) * (max(stage_of, default=0) + 1)
     cells = _cells(graph, stage_of, costs, sizes)

@@ -22,15 +22,15 @@ from gems.draw.shapes import (
     STAGES,
     arc,
     box,
+    caption,
     page,
     rect,
-    words,
 )
 from gems.draw.units import listed, seconds, size
 from gems.plans.plan import Plan
 
 LEFT, RIGHT, BETWEEN = 110, 24, 14  # margins, and the air between two stages
-NARROW = 104  # the least width of a stage, for its words
+NARROW = 104  # the least width of a stage, for its text
 TALL, TRACK = 104, 44  # a cell, and a row of bars
 RISE = 24  # from one level of arcs to the next
 
@@ -73,10 +73,10 @@ def svg(partition: Partition, title: str = "", plan: Plan | None = None) -> str:
 
 
 def _bands(partition: Partition) -> list[tuple[float, float]]:
-    """Left and right of each stage: wide enough for its words, and more with more cells."""
+    """Left and right of each stage: wide enough for its caption, and more with more cells."""
     depth = len(partition.stages)
-    room = max(1200 - LEFT - RIGHT - BETWEEN * (depth - 1), NARROW * depth)
-    spare = room - NARROW * depth
+    inner = max(1200 - LEFT - RIGHT - BETWEEN * (depth - 1), NARROW * depth)
+    spare = inner - NARROW * depth
     found, x = [], float(LEFT)
     for stage in range(depth):
         wide = NARROW + spare * len(partition.of(stage)) / len(partition.cells)
@@ -96,7 +96,7 @@ def _places(partition: Partition, bands: list[tuple[float, float]]) -> list[tupl
 
 
 def _bows(partition: Partition, places: list[tuple[float, float]]) -> list[Bow]:
-    """Every crossing on the lowest level where neither it nor its words touch a narrower one."""
+    """Every crossing on the lowest level where neither it nor its label touches a narrower one."""
     found: list[Bow] = []
     for c in sorted(partition.crossings, key=lambda c: c.target - c.source):
         start, stop = _along(places[c.source], 0.66), _along(places[c.target], 0.34)
@@ -122,7 +122,7 @@ def _middle(left: float, right: float) -> float:
 
 
 def _wide(crossing: Crossing) -> float:
-    """Room for the words of an arc."""
+    """Width of the label of an arc."""
     return 6.8 * len(size(crossing.bytes)) + 8
 
 
@@ -137,13 +137,13 @@ def _extent(start: float, stop: float, crossing: Crossing) -> tuple[float, float
 def _header(partition: Partition, title: str, plan: Plan | None, width: float) -> list[str]:
     blocks = sum(len(cell.blocks) for cell in partition.cells)
     sent = sum(c.bytes for c in partition.crossings)
-    said = f"{blocks} blocks · {len(partition.stages)} stages · {size(sent)} cross per micro-batch"
+    lines = f"{blocks} blocks · {len(partition.stages)} stages · {size(sent)} cross per micro-batch"
     drawn = [
-        words(20, 28, title or "The partition of a model", 17, INK, more=BOLD),
-        words(width - RIGHT, 28, said, 13, SOFT, "end"),
+        caption(20, 28, title or "The partition of a model", 17, INK, more=BOLD),
+        caption(width - RIGHT, 28, lines, 13, SOFT, "end"),
     ]
     if plan and any(_stays(c, partition, plan) for c in partition.crossings):
-        drawn.append(words(width - RIGHT, 46, "dashed: stays on its rank", 11, SOFT, "end"))
+        drawn.append(caption(width - RIGHT, 46, "dashed: stays on its rank", 11, SOFT, "end"))
     return drawn
 
 
@@ -166,14 +166,14 @@ def _high(bow: Bow) -> float:
 
 
 def _tight(bow: Bow) -> bool:
-    """Whether the words of an arc stand over it, because they would hide it."""
+    """Whether the label of an arc stands over it, because it would hide it."""
     return bow.stop - bow.start < _wide(bow.crossing) + 40
 
 
 def _label(bow: Bow, top: float) -> str:
     halo = f'stroke="{PAPER}" stroke-width="5" paint-order="stroke"'
     x, y = _middle(bow.start, bow.stop), top - _high(bow) + (-8 if _tight(bow) else 1)
-    return words(x, y, size(bow.crossing.bytes), 11, INK, "middle", halo)
+    return caption(x, y, size(bow.crossing.bytes), 11, INK, "middle", halo)
 
 
 def _cell(cell: Cell, left: float, right: float, top: float) -> list[str]:
@@ -183,7 +183,7 @@ def _cell(cell: Cell, left: float, right: float, top: float) -> list[str]:
         ink = INK if fill in DARK else "#ffffff"
         x, y = _middle(left, right) + 4, top + TALL - 7
         turned = f'transform="rotate(-90 {x:.1f} {y:.1f})" class="on" pointer-events="none"'
-        drawn.append(words(x, y, _short(cell.name), 11, ink, more=turned))
+        drawn.append(caption(x, y, _short(cell.name), 11, ink, more=turned))
     return drawn
 
 
@@ -212,19 +212,19 @@ def _stages(
     drawn = []
     for stage, (left, right) in enumerate(bands):
         x = _middle(left, right)
-        said = [listed("rank", plan.replica_groups[stage])] if plan else []
-        said += [partition.spent(stage)] if partition.timed else []
-        said += [partition.kept(stage), f"weights {size(partition.stages[stage].weights)}"]
-        drawn.append(words(x, top, f"stage {stage}", 13, INK, "middle", BOLD))
+        lines = [listed("rank", plan.replica_groups[stage])] if plan else []
+        lines += [partition.spent(stage)] if partition.timed else []
+        lines += [partition.kept(stage), f"weights {size(partition.stages[stage].weights)}"]
+        drawn.append(caption(x, top, f"stage {stage}", 13, INK, "middle", BOLD))
         drawn += [
-            words(x, top + 16 * n, line, 11, SOFT, "middle") for n, line in enumerate(said, 1)
+            caption(x, top + 16 * n, line, 11, SOFT, "middle") for n, line in enumerate(lines, 1)
         ]
     return drawn
 
 
 def _track(
     name: str,
-    said: list[str],
+    lines: list[str],
     values: list[float],
     partition: Partition,
     bands: list[tuple[float, float]],
@@ -234,11 +234,13 @@ def _track(
     """A bar for every cell, all to one scale."""
     most = max(values) or 1.0
     drawn = [
-        words(LEFT - 12, top + 16, name, 12, INK, "end"),
-        words(LEFT - 12, top + 32, f"most {said[values.index(max(values))]}", 10, SOFT, "end"),
+        caption(LEFT - 12, top + 16, name, 12, INK, "end"),
+        caption(LEFT - 12, top + 32, f"most {lines[values.index(max(values))]}", 10, SOFT, "end"),
     ]
     drawn += [rect(left, top, right - left, TRACK, FLOOR) for left, right in bands]
-    for cell, value, told, (left, right) in zip(partition.cells, values, said, places, strict=True):
+    for cell, value, told, (left, right) in zip(
+        partition.cells, values, lines, places, strict=True
+    ):
         high = TRACK * value / most
         tip = f"{cell.name}: {told}"
         inner = right - left - 1.5

@@ -26,9 +26,9 @@ def text(partition: Partition, plan: Plan | None = None) -> str:
         row = "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True))
         lines.append(f"{_node(stage, rails)}  {row}")
         if stage + 1 < depth:
-            said = ", ".join(_sent(stage, b, n, plan) for b, n in sent[stage].items())
+            sizes = ", ".join(_sent(stage, b, n, plan) for b, n in sent[stage].items())
             wires = _wires(stage, stage + 1 in sent[stage], rails)
-            lines.append(f"{wires}  {' ' * widths[0]}  {said}")
+            lines.append(f"{wires}  {' ' * widths[0]}  {sizes}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
