@@ -11,7 +11,7 @@ from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
 from gems.plans.offload import offload_of
 from gems.plans.plan import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO, Plan
-from gems.plans.recompute import spelled
+from gems.plans.recompute import parse_recompute
 
 PLAN = {
     "--split-size --stages": count(1, "pipeline stages of the model (default 1)", dest="stages"),
@@ -87,13 +87,12 @@ PLAN = {
         "all-reduce the gradients of each stage as soon as they are complete, overlapped with "
         "other work (default); otherwise after all backward passes",
     ),
-    "--keep": string(
-        "all",
-        "activations that stages save for backward; the rest is recomputed: all (default), inputs, "
-        "except-last, auto (what fits the memory budget), or names of modules: layer1,layer2; "
-        "one entry per stage with slashes: inputs/layer2,layer3/all; GPipe's always and never work "
-        "too",
-        "K",
+    "--recompute": string(
+        "never",
+        "activations that stages drop and recompute for backward: never (default), always, "
+        "except_last (all but the last micro-batch's), auto (as the memory budget demands), or "
+        "those of modules: layer1,layer2; with a slash between stages: always/layer2,layer3/never",
+        "R",
     ),
     "--stream": string(
         "",
@@ -154,7 +153,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         halo=given.halo,
         fused_layers=given.fused_layers,
         grad_sync="overlap" if given.enable_master_comm_opt else "end",
-        keep=spelled(given.keep),
+        recompute=parse_recompute(given.recompute),
         stream=tuple(filter(None, given.stream.split(","))),
         zero=given.zero,
         offload=offload_of(given.offload),
