@@ -115,7 +115,7 @@ def test_the_command_line_draws_it_and_explains_what_cannot_be(
     told = capsys.readouterr().err
     assert "keep: no block of the model is called 'blok1_1'; did you mean block1_1" in told
     assert main(["check", "--keep", "auto"]) == 1
-    assert "written out first, which takes a model and a memory cap" in capsys.readouterr().err
+    assert "written out first, which takes a model and a memory budget" in capsys.readouterr().err
 
 
 # --- the schedule ---------------------------------------------------------------------------------
