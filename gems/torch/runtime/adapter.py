@@ -363,7 +363,7 @@ class TorchAdapter:
                 self.draws,
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
-                (self.again, run_of) if run_of else None,
+                (self.again, run_of),
                 bound if bound is not None and self.plan.partition_activations else None,
             )
             recomputed = run_of or any(
