@@ -81,13 +81,16 @@ class Engine:
                 continue
             log.debug("rank %s %s", self.transport.rank, action)
             self.at = str(action)
-            for begun in self.in_flight.begin(action):
-                COMPLETE[begun.kind](self, begun)
-            if action.way:
-                move = self.messages.send if action.way == ">" else self.messages.post
-                self._stamped(action, lambda move=move, action=action: move(action))
-            else:
-                RUN[action.kind](self, action)
+            self._run(action)
+
+    def _run(self, action: Action) -> None:
+        for begun in self.in_flight.begin(action):
+            COMPLETE[begun.kind](self, begun)
+        if action.way:
+            move = self.messages.send if action.way == ">" else self.messages.post
+            self._stamped(action, lambda: move(action))
+        else:
+            RUN[action.kind](self, action)
 
     def _stamped(self, action: Action, work: Callable[[], None]) -> None:
         start = self.adapter.stamp()
