@@ -476,9 +476,7 @@ class Trainer:
         shards = self.adapter.shards.values()
         shared = {name for shard in shards for name in shard.parameters}
         alone = {n: p for n, p in self._named_parameters() if n not in shared}
-        return alone | {
-            n: piece.param for shard in shards for n, piece in shard.param_shards.items()
-        }
+        return alone | {n: x.param for shard in shards for n, x in shard.param_shards.items()}
 
     # --- training -------------------------------------------------------------------------------
 
@@ -554,10 +552,8 @@ class Trainer:
         """A step failed half-way. One rank alone, with all of its state in place, can go on from
         before the step; others cannot know how far their peers came."""
         before.undo(self)
-        alone = (
-            self.transport.world == 1 and self.stage_optimizer is None and not self.adapter.shards
-        )
-        if not alone or self.adapter.activation_store is not None:
+        whole = self.stage_optimizer is None and not self.adapter.shards
+        if self.transport.world > 1 or not whole or self.adapter.activation_store is not None:
             self.failed = error
 
     def flush(self) -> Step | None:
@@ -707,14 +703,11 @@ class Trainer:
     def _gather_updated(self) -> None:
         """Each holder has stepped its part of the weights; where all keep them, all get them."""
         shards = [shard for shard in self.adapter.shards.values() if 0 < shard.level < 3]
-        pairs = [
-            (m, shard.ranks) for shard in shards if shard.is_unsharded for m in shard.flat_weights
-        ]
+        resident = [shard for shard in shards if shard.is_unsharded]
+        pairs = [(memory, shard.ranks) for shard in resident for memory in shard.flat_weights]
         for handle in [self.transport.all_gather(*pair) for pair in pairs]:
             handle.wait()
-        for shard in (
-            shard for shard in shards if not shard.is_unsharded
-        ):  # put away, one at a time
+        for shard in (x for x in shards if not x.is_unsharded):  # offloaded, one at a time
             for handle in shard.unshard():
                 handle.wait()
             for memory in shard.flat_weights:

@@ -137,9 +137,7 @@ class TorchAdapter:
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
         self.weight_store, self.deferred = weight_store, deferred
-        self.stores = (
-            [] if weight_store is None else [weight_store]
-        )  # of weights and of the optimizer's state
+        self.stores = [] if weight_store is None else [weight_store]  # and of optimizer state
         self.wants_norm = False
         self.window: set[int] = set()  # parameters that were trained since the last update
         self.window_over = True
