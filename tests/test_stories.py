@@ -14,7 +14,7 @@ from gems import models
 from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
-from gems.transport.threads import run
+from gems.transport.threads import Hung, Local, run
 from tests.exact import assert_equal, batches, close, join, plainly, planned, sgd, trained
 from tests.worlds import spawn
 
@@ -356,3 +356,23 @@ def test_weights_behind_an_argmax_are_left_alone() -> None:
         found = planned(Chooses().double(), made, plan)
         assert found.gradients[0]["picks.weight"] is None
         assert_equal(found, plainly(Chooses().double(), made, 2))
+
+
+# Threads kept the parts of every collective until the end: a long run took more and more memory.
+def test_threads_forget_collectives_that_are_over() -> None:
+    def work(transport: Local) -> dict[Any, Any]:
+        for _ in range(3):
+            transport.all_reduce(torch.ones(4), (0, 1)).wait()
+            transport.all_gather_object(transport.rank)
+        return transport.shared.collectives
+
+    assert run(2, work) == [{}, {}]
+
+
+def test_ranks_that_wait_for_ever_are_ended_with_their_stacks() -> None:
+    def work(transport: Local) -> None:
+        if transport.rank == 0:
+            transport.irecv(torch.ones(4), 1).wait()
+
+    with pytest.raises(Hung, match="wait_for"):
+        run(2, work, seconds=0.2)
