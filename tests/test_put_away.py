@@ -21,8 +21,9 @@ from gems.hardware import Link, bytes_of, machine
 from gems.model.costs import Cost, Costs
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
+from gems.schedule.action import Kind, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind, Run, parse
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -48,7 +49,7 @@ def putting_away(draw: Any) -> Plan:
     plan = replace(draw(plans()), offload=f"{draw(st.sampled_from(WHAT))}:{draw(WHERE)}")
     if draw(st.booleans()):
         plan = replace(L2L, stages=plan.depth, data=plan.data, offload=plan.offload)
-    plan = replace(plan, keep=draw(st.sampled_from(("all", "inputs", "except-last"))))
+    plan = replace(plan, recompute=draw(st.sampled_from(("never", "always", "except_last"))))
     if plan.data > 1:
         plan = replace(plan, zero=draw(st.integers(0, 2 if plan.bidirectional else 3)))
     eager = plan.zero in (0, 3) and draw(st.booleans())
@@ -241,13 +242,13 @@ def test_each_direction_fetches_for_itself() -> None:
     assert [a.kind for a in ends] == [Kind.ALL_REDUCE] * 3
     fetched = [[a.stage for a in row if a.kind is Kind.UNSHARD] for row in schedule.ranks]
     assert fetched == [[0, 2, 0, 2], [1], [2, 0, 2, 0]]  # rank 1 has one stage in both directions
-    assert len(list(Run(schedule, replace(GEMS, offload="weights")))) == sum(
+    assert len(list(ScheduleMachine(schedule, replace(GEMS, offload="weights")))) == sum(
         len(row) for row in schedule.ranks
     )
 
 
 def test_check_finds_weights_that_are_not_there_and_updates_out_of_place() -> None:
-    plan = replace(L2L, stages=1, micro_batches=1, optimizer_step="eager", keep="all")
+    plan = replace(L2L, stages=1, micro_batches=1, optimizer_step="eager", recompute="never")
     assert check(parse("0: 0U 0F0 0R0 0B0 0D 0A 0O"), plan) == []
     for text, complaint in {
         "0: 0F0 0R0 0B0 0A 0O": "0F0 has no weights; it wants 0U before it",

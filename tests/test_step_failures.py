@@ -17,7 +17,7 @@ from torch import nn
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError
 from gems.plans.plan import Plan
-from gems.schedule.core import Action
+from gems.schedule.action import Action
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
@@ -36,7 +36,7 @@ FAMILIES = {
     "offloaded, eager": Plan(
         stages=2, ranks=1, schedule="l2l", offload="weights:host", optimizer_step="eager"
     ),
-    "recomputed": Plan(stages=2, micro_batches=3, keep="inputs"),
+    "recomputed": Plan(stages=2, micro_batches=3, recompute="always"),
 }
 
 

@@ -28,7 +28,6 @@ from gems.errors import PlanError
 from gems.files import from_json, to_json
 from gems.hardware import machine
 from gems.model.estimate import estimate
-from gems.models import build
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
 from gems.torch.spatial.partition import Uncuttable
@@ -38,6 +37,7 @@ from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
 from tests.exact import Outcome, assert_equal, join, plainly, planned, trained
+from tests.networks import build
 from tests.spatial import Plain
 from tests.test_spatial_generated import GRIDS, Function, some_cut, stack
 from tests.worlds import spawn
@@ -132,7 +132,7 @@ PLANS = {
     "both ways": Plan(stages=2, stream=(2, 2), schedule="gems", replications=1),
     "weights apart": Plan(stages=3, stream=(2, 2), schedule="zero-bubble", micro_batches=3),
     "copies": Plan(stages=2, stream=(2, 2), data=2, micro_batches=1),
-    "others keep inputs": Plan(stages=3, stream=(2, 2), keep="inputs", micro_batches=2),
+    "others keep inputs": Plan(stages=3, stream=(2, 2), recompute="always", micro_batches=2),
     "others are slices": Plan(stages=2, stream=(2, 2), local_dp=2, schedule="gpipe"),
 }
 
@@ -278,8 +278,8 @@ def test_what_needs_the_whole_image_is_refused_before_anything_runs(kind: str) -
 def test_a_plan_says_what_cannot_be_streamed() -> None:
     with pytest.raises(PlanError, match=r"stage 0 streams 2x2 .* cut over 4 .*leave one"):
         Plan(stages=2, stream="2x2", spatial="2x2")
-    with pytest.raises(PlanError, match="keep says 'except-last'; say 'inputs'"):
-        Plan(stages=2, stream="2x2", keep="except-last")
+    with pytest.raises(PlanError, match="recompute is 'except_last'; give it 'always'"):
+        Plan(stages=2, stream="2x2", recompute="except_last")
     with pytest.raises(PlanError, match="2 grids for 1 stages"):
         Plan(stream=["2x2", "2x2"])
     with pytest.raises(PlanError, match=r"local_dp=2 .* all 1 stream"):
@@ -439,7 +439,10 @@ def test_prediction_streams_too() -> None:
 
 
 def test_the_command_line_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    network, file = ["--model", "convnext-tiny", "--image-size", "64"], tmp_path / "plan.json"
+    network, file = (
+        ["--model", "tests.networks:convnext_tiny", "--image-size", "64"],
+        tmp_path / "plan.json",
+    )
     streamed = ["--stages", "2", "--stream", "2x2", "--out", str(file)]
     assert main(["plan", *network, *streamed]) == 0
     plan = from_json(Plan, file.read_text())

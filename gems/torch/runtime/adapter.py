@@ -20,7 +20,7 @@ from gems.errors import PlanError, ShapeError, TraceError
 from gems.hardware import Machine
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.timeline import Memory
-from gems.schedule.core import Action, Kind, Message
+from gems.schedule.action import Action, Kind, Message
 from gems.torch.offload.activations import Bundle, View, opened
 from gems.torch.offload.split_inputs import Form, part_of
 from gems.torch.offload.stores import Store
@@ -363,7 +363,7 @@ class TorchAdapter:
                 self.draws,
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
-                (self.again, run_of) if run_of else None,
+                (self.again, run_of),
                 bound if bound is not None and self.plan.partition_activations else None,
             )
             recomputed = run_of or any(

@@ -14,8 +14,8 @@ import torch
 
 from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
+from gems.schedule.action import Message
 from gems.schedule.async_window import AT_ONCE, place
-from gems.schedule.core import Message
 from gems.torch.runtime.adapter import OF_A_BATCH, TorchAdapter
 from gems.torch.runtime.microbatch import Batch
 from gems.torch.state.weight_versions import Versions
