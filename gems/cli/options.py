@@ -13,8 +13,9 @@ from gems.errors import GemsError, PlanError
 from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
 from gems.hardware import MACHINES, Machine
+from gems.plans.fields import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO
 from gems.plans.offload import offload_of
-from gems.plans.plan import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO, Plan
+from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
 
 if TYPE_CHECKING:

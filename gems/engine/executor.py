@@ -234,14 +234,13 @@ class Engine:
 
     def _reduce(self, action: Action) -> None:
         ranks = self.plan.replica_groups[action.stage]
-        if (
-            len(ranks) == 1 and "weights" in self.plan.offloaded_state
-        ):  # complete, and not needed here
-            self._stamped(action, partial(self._settle, action.stage))
+        residency = self.plan.residency[action.stage]
         if len(ranks) == 1:
+            if residency.weights_offload:  # complete, and not needed here
+                self._stamped(action, partial(self._settle, action.stage))
             return
 
-        if self.plan.frees_gradients:  # of whole gradients, have one stage's at a time
+        if residency.frees_gradients:  # of whole gradients, have one stage's at a time
             self._settle_sums()
 
         def work() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.model.costs import Costs
-from gems.plans.plan import ASYNCHRONOUS, Plan
-from gems.predict.state_bytes import Share, share
+from gems.plans.plan import Plan
+from gems.plans.residency import StateBytes
 from gems.predict.timeline import Memory, Meter
 from gems.schedule.action import OF_STAGE, OFFLOADS, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
@@ -31,7 +31,7 @@ def live(
     `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
     plan may stand for so many `copies` of it on further ranks.
     """
-    endless, plan = plan.schedule == ASYNCHRONOUS, plan.unrolled
+    endless, plan = plan.asynchronous, plan.unrolled
     proofs = receipts(schedule, plan)
     return [
         _Rank(rank, plan, costs, state, proofs[rank], copies, endless).run(row)
@@ -54,19 +54,16 @@ class _Rank:
     ) -> None:
         self.endless = endless
         self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
-        self.shares: dict[int, Share] = {}
+        self.shares: dict[int, StateBytes] = {}
         self.gradients: dict[int, float] = {}
         self.several: dict[int, bool] = {}  # whether other ranks hold a stage, too
         for s in plan.stages_on[rank]:
-            holders, place = (
-                len(plan.replica_groups[s]) * copies,
-                plan.replica_groups[s].index(rank),
-            )
-            self.shares[s] = share(costs[s], plan.zero, holders, place, plan.offloaded_state)
-            self.several[s] = holders > 1
+            residency, index = plan.residency_over(copies)[s], plan.replica_groups[s].index(rank)
+            self.shares[s] = residency.bytes(costs[s].weights, costs[s].gradients, index)
+            self.several[s] = residency.replicas > 1
             # Where several ranks hold a stage, gradients have their place from the start, unless
             # they go when they are summed, or with each update.
-            if self.several[s] and not plan.frees_gradients and not endless:
+            if self.several[s] and not residency.frees_gradients and not endless:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.summing: int | None = None  # the stage whose gradients are on their way
@@ -83,11 +80,11 @@ class _Rank:
 
     def _resident(self) -> Memory:
         weights = sum(mine.weights for mine in self.shares.values())
-        weights += sum(self.shares[s].gathered for s in self.gathered)
+        weights += sum(self.shares[s].unsharded for s in self.gathered)
         if self.endless:  # what is trained is there in two versions
             weights += sum(self.costs[s].gradients for s in self.shares)
         gradients = sum(self.gradients.values())
-        away = sum(m.away(self.state, summed=s in self.put) for s, m in self.shares.items())
+        away = sum(m.offloaded(self.state, reduced=s in self.put) for s, m in self.shares.items())
         return Memory(round(weights), round(gradients), self.optimizer, offloaded=round(away))
 
     def run(self, row: Sequence[Action]) -> tuple[Row, Meter]:
@@ -99,7 +96,7 @@ class _Rank:
             self._settle()
             for stage in (
                 self.shares
-                if self.plan.optimizer_step == "end" and self.plan.offloaded_state
+                if self.plan.optimizer_step == "end" and self.plan.residency[0].offloads
                 else ()
             ):
                 self._update_late(stage)
@@ -144,7 +141,7 @@ class _Rank:
             self._settle()
             self._settle_update()
             self._update(action.stage)
-        elif not self.plan.frees_gradients:
+        elif not self.plan.residency[action.stage].frees_gradients:
             return
         else:
             self._settle()
@@ -156,8 +153,8 @@ class _Rank:
     def _settle(self) -> None:
         """The sum under way is through."""
         if self.summing is not None:
-            self.gradients[self.summing] = self.shares[self.summing].summed
-            if self.shares[self.summing].home:
+            self.gradients[self.summing] = self.shares[self.summing].reduced
+            if self.shares[self.summing].host_copy:
                 self.put.add(self.summing)
             self.summing = None
 
@@ -168,7 +165,7 @@ class _Rank:
         self.meter.add("optimizer", brought)
         self.meter.drop("optimizer", brought)
         self.updating = stage
-        if self.plan.offloaded_to("weights") != "host":  # where it runs beside the work
+        if not self.plan.residency[stage].steps_on_host:  # which runs beside the work
             self._settle_update()
 
     def _settle_update(self) -> None:
@@ -180,9 +177,9 @@ class _Rank:
 
     def _brought(self, stage: int) -> int:
         """Bytes that come back for an update: none where the optimizer works on the host."""
-        if self.plan.offloaded_to("weights") == "host":
+        if self.plan.residency[stage].steps_on_host:
             return 0
-        return round(self.shares[stage].updating(self.state))
+        return round(self.shares[stage].loaded_to_step(self.state))
 
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
@@ -200,7 +197,7 @@ class _Rank:
         s, i = action.stage, action.micro_batch
         for sink in self.plan.sinks[s]:
             self._take(Message("gradient", sink, s, i))
-        if self.plan.frees_gradients and self.several[s]:
+        if self.plan.residency[s].frees_gradients and self.several[s]:
             self.gradients[s] = self.shares[s].gradients
         self.meter.spike(round(self.costs[s].temporary))
         if action.kind is Kind.BACKWARD:

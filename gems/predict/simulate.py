@@ -14,9 +14,9 @@ from dataclasses import replace
 from gems.errors import ScheduleError
 from gems.hardware import Link, Machine
 from gems.model.costs import Costs
-from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
+from gems.plans.fields import BATCHES
+from gems.plans.plan import Plan
 from gems.predict.memory import kept, live
-from gems.predict.state_bytes import share
 from gems.predict.timeline import Event, Timeline
 from gems.schedule.action import (
     COLLECTIVES,
@@ -76,12 +76,12 @@ def simulate(
     def carry(action: Action) -> float:
         if not isinstance(over, Machine):
             return 0.0
-        way = over.way_to(plan.offloaded_to("activations"))
+        way = over.way_to(plan.activations[0].offload)
         return way.seconds(kept(action.stage, action.micro_batch, plan, costs))
 
     laid = _Laid(schedule, plan.unrolled, seconds, travel, meet, carry)
     whole = replace(laid.timeline("simulated", laid.met), **laid.bytes(plan, costs, state, copies))
-    return _period(whole, plan) if plan.schedule == ASYNCHRONOUS else whole
+    return _period(whole, plan) if plan.asynchronous else whole
 
 
 def _period(run: Timeline, plan: Plan) -> Timeline:
@@ -119,10 +119,11 @@ def _meeting_seconds(
     firsts = range(0, copies * plan.world, plan.world)
     ranks = [first + rank for first in firsts for rank in plan.replica_groups[meeting.stage]]
     size = costs[meeting.stage].gradients
-    alone = len(ranks) == 1 or (meeting.kind is Kind.UNSHARD and plan.zero < 3)
+    sharded = plan.residency[meeting.stage].shards_weights
+    alone = len(ranks) == 1 or (meeting.kind is Kind.UNSHARD and not sharded)
     if over is None or alone:
         return 0.0
-    part = 0.5 if plan.zero == 3 else 1.0
+    part = 0.5 if sharded else 1.0
     if isinstance(over, Machine):
         return part * over.allreduce_seconds(size, ranks)
     return part * over.allreduce_seconds(size, len(ranks))
@@ -133,20 +134,21 @@ def _away_seconds(
 ) -> float:
     """Of what a stage has put away, on its way: weights that come, gradients that go, and for an
     update all that is read and written. Late updates count as the end of the sum."""
-    if not isinstance(over, Machine) or not plan.offloaded_state:
+    residency, cost = plan.residency[action.stage], costs[action.stage]
+    if not isinstance(over, Machine) or not residency.offloads:
         return 0.0
-    mine = share(
-        costs[action.stage], plan.zero, plan.shard_count(action.stage), away=plan.offloaded_state
-    )
-    update = 2 * state * mine.own + (mine.own + 2 * mine.home if mine.home else 0.0)
-    if plan.offloaded_to("weights") == "host":
+    mine = residency.bytes(cost.weights, cost.gradients)
+    update = 2 * state * mine.own + (mine.own + 2 * mine.host_copy if mine.host_copy else 0.0)
+    if residency.steps_on_host:
         update = 0.0  # the optimizer works there
     size = update
     if action.kind is Kind.UNSHARD:
-        size = mine.home
+        size = mine.host_copy
     elif action.kind is Kind.ALL_REDUCE:
-        size = (mine.own if mine.home else 0.0) + (update if plan.optimizer_step == "end" else 0.0)
-    return over.way_to(plan.offloaded_to("optimizer")).seconds(size) if size else 0.0
+        size = (mine.own if mine.host_copy else 0.0) + (
+            update if plan.optimizer_step == "end" else 0.0
+        )
+    return over.way_to(residency.optimizer_offload).seconds(size) if size else 0.0
 
 
 def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
@@ -154,7 +156,7 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
 
     It is repeatable on a busy machine, and lets more ranks be measured than there are cores.
     """
-    endless = plan.schedule == ASYNCHRONOUS
+    endless = plan.asynchronous
     cpu = {(e.rank, _once(e.action, plan) if endless else e.action): e.cpu for e in timeline.events}
 
     def seconds(rank: int, action: Action) -> float:
@@ -246,7 +248,7 @@ class _Laid:
     def _move(self, rank: int, action: Action, now: float) -> None:
         """A store or a load, on its way beside the work."""
         key = action.stage, action.micro_batch
-        disk = self.plan.offloaded_to("activations") == "disk"
+        disk = self.plan.activations[0].offload == "disk"
         lane = rank, "" if disk else action.kind.value
         start = max(now, self.lanes[lane])
         self.lanes[lane] = stop = start + self.carry(action)
@@ -291,7 +293,7 @@ class _Laid:
     def _meet(self, rank: int, action: Action, now: float) -> None:
         """Sums and gathers: each begins when its last rank has come to it, one after the other.
         What a rank fetches for itself waits for nobody."""
-        if action.kind is Kind.UNSHARD and self.plan.zero < 3:
+        if action.kind is Kind.UNSHARD and not self.plan.residency[action.stage].shards_weights:
             start = max(now, self.fetching[rank])
             self.fetching[rank] = self.through[rank, action] = stop = start + self.meet(action)
             self.met.append(Event(rank, str(action), start, stop))

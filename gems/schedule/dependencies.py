@@ -72,8 +72,9 @@ def collective_before(action: Action, plan: Plan, reduced: Sequence[int]) -> Act
     """
     if action.kind is Kind.OPTIMIZER_STEP:
         return Action(Kind.ALL_REDUCE, action.stage)
-    if action.computes and (plan.zero == 3 or "weights" in plan.offloaded_state):
+    residency = plan.residency[action.stage]
+    if action.computes and (residency.shards_weights or residency.weights_offload):
         return Action(Kind.UNSHARD, action.stage)
-    if action.kind is Kind.ALL_REDUCE and plan.frees_gradients and reduced:
+    if action.kind is Kind.ALL_REDUCE and residency.frees_gradients and reduced:
         return Action(Kind.ALL_REDUCE, reduced[-1])
     return None

@@ -50,7 +50,9 @@ class Collectives:
 def _takes_others(action: Action, plan: Plan) -> bool:
     """Whether it is collective: offloaded weights each rank fetches for itself, unless they are
     sharded as well."""
-    return action.kind in COLLECTIVES and (action.kind is not Kind.UNSHARD or plan.zero == 3)
+    return action.kind in COLLECTIVES and (
+        action.kind is not Kind.UNSHARD or plan.residency[action.stage].shards_weights
+    )
 
 
 class ScheduleMachine:
@@ -71,7 +73,7 @@ class ScheduleMachine:
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
         kinds = {action.kind for _, action in schedule}
-        waits = plan.frees_gradients or Kind.OPTIMIZER_STEP in kinds
+        waits = plan.residency[0].frees_gradients or Kind.OPTIMIZER_STEP in kinds
         self.tracks_collectives = waits and not kinds.isdisjoint(COLLECTIVES)
         self.collectives = Collectives(plan)
         self.reduced: list[list[int]] = [[] for _ in schedule.ranks]

@@ -28,7 +28,7 @@ READS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 
 def offload(schedule: Schedule, plan: Plan) -> Schedule:
     """Store what waits long enough for its backward, if the plan puts the stash away."""
-    if not plan.offloaded_to("activations") or any(a.kind is Kind.STORE for _, a in schedule):
+    if not plan.activations[0].offload or any(a.kind is Kind.STORE for _, a in schedule):
         return schedule
     return Schedule(tuple(_stored(row, plan) for row in schedule.ranks))
 
@@ -67,7 +67,7 @@ def _stored(row: Sequence[Action], plan: Plan) -> tuple[Action, ...]:
 
 def _keeps(stage: int, micro_batch: int, plan: Plan) -> bool:
     """Whether there is anything: what runs again from the model's own inputs keeps nothing."""
-    again = plan.recomputes(stage, micro_batch) or bool(plan.streams[stage])
+    again = plan.recomputes(stage, micro_batch) or bool(plan.activations[stage].patches)
     return not again or bool(plan.sources[stage])
 
 

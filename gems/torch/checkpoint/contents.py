@@ -95,7 +95,7 @@ def take(trainer: Trainer, extra: Any) -> Snapshot:
 
 def _shared_state(trainer: Trainer) -> dict[str, Any]:
     """The optimizer's state of parameters that are shared out, of those that this rank writes."""
-    if trainer.optimizer is None or not trainer.plan.zero:
+    if trainer.optimizer is None or not trainer.plan.residency[0].sharded:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
     shards = [shard for shard in trainer.adapter.shards.values() if shard.level]

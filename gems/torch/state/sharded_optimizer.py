@@ -30,11 +30,11 @@ BY_CELL = {
 }
 
 
-def shard_optimizer(optimizer: Optimizer, shards: Iterable[Shard], zero: int) -> None:
+def shard_optimizer(optimizer: Optimizer, shards: Iterable[Shard]) -> None:
     """Let an optimizer of whole parameters step this rank's pieces of them instead."""
     kind, shards = type(optimizer), list(shards)
-    cuts = any(shard.level for shard in shards)
-    if cuts and kind not in BY_CELL and not getattr(optimizer, "by_cell", False):
+    zero = max((shard.level for shard in shards), default=0)
+    if zero and kind not in BY_CELL and not getattr(optimizer, "by_cell", False):
         known = ", ".join(sorted(k.__name__ for k in BY_CELL))
         raise PlanError(
             f"zero={zero} gives each rank a part of every parameter, cut anywhere, and "
