@@ -23,10 +23,9 @@ from gems.planner.lower_bounds import least_bytes, resident
 from gems.planner.memo import Cuts
 from gems.planner.request import Wish
 from gems.planner.two_buffers import step_seconds
-from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
-from gems.predict.timeline import KINDS, LINKS, Memory
+from gems.predict.timeline import COLLECTIVES, KINDS, Memory
 from gems.schedule.action import Kind
 from gems.schedule.build import build
 from gems.schedule.greedy import least
@@ -267,7 +266,7 @@ class _Predict:
         workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
         pairs = zip(timeline.peaks, workspace, strict=True)
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
-        work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
+        work = max(e.stop for e in timeline.events if not e.action.endswith(COLLECTIVES))
         length = timeline.seconds
         if self.plan.asynchronous:
             length = max(length, step_seconds(self.plan, self.staged, self.machine))
