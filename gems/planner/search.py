@@ -23,6 +23,7 @@ from gems.planner.lower_bounds import least_bytes, resident
 from gems.planner.memo import Cuts
 from gems.planner.request import Wish
 from gems.planner.two_buffers import step_seconds
+from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import COLLECTIVES, KINDS, Memory
