@@ -238,7 +238,8 @@ class _Clock:
         """Another rank's part is here when its message to this very stage is, if one is sent."""
         if need.stage == action.stage:
             return self.known[rank, need]
-        message = Message(*need[:2], action.stage, *need[2:])
+        what, stage, micro_batch, part = need
+        message = Message(what, stage, action.stage, micro_batch, part)
         group = self.plan.spatial_group_for(need.stage, need.micro_batch)
         return max(self.arrived.get(((r, rank), message), self.known[r, need]) for r in group)
 

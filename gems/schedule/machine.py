@@ -217,7 +217,8 @@ class ScheduleMachine:
     def _holds(self, rank: int, result: Result, action: Action) -> bool:
         if result.stage == action.stage:
             return result in self.known[rank]
-        message = Message(*result[:2], action.stage, *result[2:])
+        what, stage, micro_batch, part = result
+        message = Message(what, stage, action.stage, micro_batch, part)
         for other in self.plan.spatial_group_for(result.stage, result.micro_batch):
             if other == rank or not self.lowered:
                 if result not in self.known[other]:

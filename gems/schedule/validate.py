@@ -162,8 +162,8 @@ def _links(
 
 
 def _name(message: Message) -> str:
-    what, source, target, *unit = message
-    return f"the {what} of stage {source} for stage {target}, {_unit(*unit)}"
+    what, source, target, i, part = message
+    return f"the {what} of stage {source} for stage {target}, {_unit(i, part)}"
 
 
 def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
