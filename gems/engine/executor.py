@@ -185,7 +185,7 @@ class Engine:
     def _reduce(self, action: Action) -> None:
         ranks = self.plan.replica_groups[action.stage]
         if len(ranks) == 1:  # complete; if the weights are offloaded, not needed on the device
-            if "weights" in self.plan.offloaded_state:
+            if self.plan.residency[action.stage].weights_offload:
                 self._stamped(action, lambda: self._reduced(action.stage))
             return
 

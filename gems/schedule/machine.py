@@ -32,7 +32,7 @@ class InFlight:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.frees_gradients = plan.frees_gradients
+        self.frees_gradients = plan.residency[0].frees_gradients
         self.actions: list[Action] = []
         self.computed = False  # since the store in flight began
 
@@ -115,7 +115,9 @@ class Collectives:
 def _takes_others(action: Action, plan: Plan) -> bool:
     """Whether it is collective: offloaded weights each rank fetches for itself, unless they are
     sharded as well."""
-    return action.kind in COLLECTIVES and (action.kind is not Kind.UNSHARD or plan.zero == 3)
+    return action.kind in COLLECTIVES and (
+        action.kind is not Kind.UNSHARD or plan.residency[action.stage].shards_weights
+    )
 
 
 class Transition(NamedTuple):

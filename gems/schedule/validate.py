@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import combinations, product
 
 from gems.errors import ScheduleError, problems
-from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
+from gems.plans.fields import BATCHES
+from gems.plans.plan import Plan
 from gems.schedule.action import COLLECTIVES, OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.async_window import batch_of
 from gems.schedule.dependencies import Result, results
@@ -28,7 +29,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found = [*_wrong_work(schedule, plan)]
     if any(action.way for _, action in schedule):
         found += _wrong_messages(schedule, plan)
-    asynchronous = given.schedule == ASYNCHRONOUS
+    asynchronous = given.asynchronous
     found += (_wrong_updates if asynchronous else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
@@ -184,7 +185,7 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: compare the first rank of each.
-    kinds = COLLECTIVES if plan.zero == 3 else (Kind.ALL_REDUCE,)  # else each fetches its own
+    kinds = COLLECTIVES if plan.residency[0].shards_weights else (Kind.ALL_REDUCE,)
     orders = [tuple(a for a in row if a.kind in kinds) for row in schedule.ranks]
     firsts = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(firsts.items(), key=lambda kv: kv[1]), 2):
@@ -235,7 +236,7 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
         here: set[int] = set()
         for step, action in enumerate(row):
             s = action.stage
-            shared = s < plan.depth and plan.gathers(s)
+            shared = s < plan.depth and plan.residency[s].unsharded_on_demand
             at = f"rank {rank}, step {step}: {action}"
             if action.kind in (Kind.UNSHARD, Kind.RESHARD):
                 if not shared or s not in plan.stages_on[rank]:
@@ -261,7 +262,7 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
             key, at = action.unit, f"rank {rank}, step {step}: {action}"
             was = state.get(key, "")
             if action.kind is Kind.STORE:
-                if not plan.offloaded_to("activations"):
+                if not plan.activations[0].offload:
                     yield f"{at} has nothing to do: the plan offloads no activations"
                 elif was:
                     yield f"{at}, but it is {was} already"

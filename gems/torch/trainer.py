@@ -19,7 +19,7 @@ from gems import hardware as machines
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.model.costs import Costs
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Memory, Timeline, merged
 from gems.schedule.action import Schedule
@@ -207,7 +207,8 @@ class Trainer:
         self.plan, self.costs, self.schedule = plan, found.costs, found.schedule
         self.leaves = traced.record.leaves
         same_model = fingerprint.of_model(traced, self.model)
-        self.on_disk = any(part.endswith(":disk") for part in plan.offload)
+        state, saved = plan.residency[0], plan.activations[0]
+        self.on_disk = "disk" in (saved.offload, state.weights_offload, state.optimizer_offload)
         if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
                 f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
@@ -221,7 +222,7 @@ class Trainer:
         self.leaves_of_loss = Leaves(self.model)
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
-        free = free_buffers(traced.record, self.model) if plan.schedule != ASYNCHRONOUS else ()
+        free = free_buffers(traced.record, self.model) if not plan.asynchronous else ()
         reject_unordered(self.model, traced, self.owned, self.unordered, free)
         if self.on_disk:
             mmap_large()
@@ -239,7 +240,7 @@ class Trainer:
         self.loss_weights = place(self.loss, self.loss_weights, device)
         self._agree_on_start(same_model, sample)
         self._connect(deferred)
-        self.endless = Run(self) if plan.schedule == ASYNCHRONOUS else None
+        self.endless = Run(self) if plan.asynchronous else None
         if self.on_disk:
             trim()
         self.adapter.remember(sample, traced)
@@ -266,7 +267,7 @@ class Trainer:
 
     def _reject_nothing_shared(self) -> None:
         (cut,) = self.adapter.cuts.values()
-        if self.plan.partition_activations and not cut.shared():
+        if self.plan.activations[0].partitioned and not cut.shared():
             raise PlanError(
                 "partition_activations shards the inputs that a spatial group saves whole, but all "
                 "that its stages save to recompute from is in tiles already, like the image; "
@@ -298,7 +299,7 @@ class Trainer:
 
     def _put_away_names(self) -> set[str]:
         """Of weights that this rank does not have but while a stage runs."""
-        if not self.plan.offloaded_to("weights"):
+        if not self.plan.residency[0].weights_offload:
             return set()
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
@@ -342,16 +343,16 @@ class Trainer:
             machine=self.machine,
             transport=transport,
             leaves=self.leaves,
-            activations=self._store("activations"),
+            activations=self._store(plan.activations[0].offload),
             deferred=deferred,
-            weight_store=self._store("weights"),
+            weight_store=self._store(plan.residency[0].weights_offload),
             loss_weights=self.loss_weights,
             leaves_of_loss=self.leaves_of_loss,
         )
         if self.regularizer is not None:
             self.adapter.penalty = Penalty(self.regularizer, self.owned, self.adapter.weights)
         self.adapter.wants_norm = self.clip is not None or self.precision == "fp16"
-        if plan.schedule != ASYNCHRONOUS:
+        if not plan.asynchronous:
             early = self._update_early
             self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
@@ -360,9 +361,9 @@ class Trainer:
         """The holders of what this rank has."""
         return {n: ranks for n, ranks in self.owned.replica_groups.items() if self.rank in ranks}
 
-    def _store(self, what: str) -> Store | None:
+    def _store(self, place: str) -> Store | None:
         """Where something is while it is put away; None if it stays."""
-        if not (place := self.plan.offloaded_to(what)):
+        if not place:
             return None
         self.stores.append(make_store(place, self.device, self.offload_folder))
         return self.stores[-1]
@@ -435,19 +436,19 @@ class Trainer:
         shards = {n for shard in self.adapter.shards.values() for n in shard.parameters}
         alone = {n for n, ranks in self.owned.replica_groups.items() if ranks == (self.rank,)}
         reject_rows(optimizer, [n for n in embeddings(self.model) if n in shards or n not in alone])
-        shard_optimizer(optimizer, self.adapter.shards.values(), self.plan.zero)
+        shard_optimizer(optimizer, self.adapter.shards.values())
         return optimizer
 
     def _make_updates(self) -> StageOptimizer | None:
         """Stage by stage, where something is put away or updates are eager."""
-        late = not self.plan.offloaded_state and self.plan.optimizer_step == "end"
+        late = not self.plan.residency[0].offloads and self.plan.optimizer_step == "end"
         if self.optimizer is None or late:
             return None
         place = self.adapter.weight_store
         if place is None:
-            place = self._store("optimizer")
+            place = self._store(self.plan.residency[0].optimizer_offload)
             self.adapter.stores += [] if place is None else [place]
-        elif self.plan.offloaded_to("weights") == "host":
+        elif self.plan.residency[0].steps_on_host:
             place = None  # the state comes to be there by itself
         stepped, stages = self._stepped(), self.plan.stages_on[self.rank]
         parts = {s: [stepped[n] for n in self.owned.only(s) if n in stepped] for s in stages}

@@ -27,7 +27,7 @@ READS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 
 def offload(schedule: Schedule, plan: Plan) -> Schedule:
     """Store what waits long enough for its backward, if the plan offloads activations."""
-    if not plan.offloaded_to("activations") or any(a.kind is Kind.STORE for _, a in schedule):
+    if not plan.activations[0].offload or any(a.kind is Kind.STORE for _, a in schedule):
         return schedule
     return Schedule(tuple(_stored(row, plan) for row in schedule.ranks))
 
@@ -52,7 +52,7 @@ def _stored(row: Sequence[Action], plan: Plan) -> tuple[Action, ...]:
 
 def _saves(stage: int, micro_batch: int, plan: Plan) -> bool:
     """Whether anything is saved: what is recomputed from the model's own inputs saves nothing."""
-    again = plan.recomputes(stage, micro_batch) or bool(plan.streams[stage])
+    again = plan.recomputes(stage, micro_batch) or bool(plan.activations[stage].patches)
     return not again or bool(plan.sources[stage])
 
 

@@ -91,7 +91,7 @@ def _sharded(trainer: TrainingState) -> list[StageShard]:
 
 def _full_state(trainer: TrainingState) -> dict[str, Any]:
     """The optimizer state of sharded parameters, of those that this rank writes."""
-    if trainer.optimizer is None or not trainer.plan.zero:
+    if trainer.optimizer is None or not trainer.plan.residency[0].sharded:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
     states = _offloaded_state(trainer)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import PlanError, ShapeError, TraceError
 from gems.hardware import Machine
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
 from gems.schedule.action import Action, Kind, Message
 from gems.torch.offload.activations import PackedTensor, SavedTensors, unpacked
@@ -125,9 +125,8 @@ class TorchAdapter:
         }
         self.put_away = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE}
         self.unordered, self.unordered_anywhere = unordered.intersection(self.stages), unordered
-        away = bool(plan.offloaded_to("weights"))
-        shared = (s for s in range(plan.depth) if away or (plan.zero and plan.shard_count(s) > 1))
-        self.sharded_anywhere = set(shared)
+        states = enumerate(plan.residency)
+        self.sharded_anywhere = {s for s, state in states if state.zero or state.weights_offload}
         self.cuts: Recordings[Cut] = Recordings()
         self.structure = Structure(model)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -160,7 +159,7 @@ class TorchAdapter:
             if self.deferred is not None:
                 self.deferred.materialize(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
-            level = self.plan.zero if self.plan.shard_count(stage) > 1 else 0
+            level = self.plan.residency[stage].zero
             if mine and (level or self.weight_store is not None):
                 holders = self.plan.replica_groups[stage] if level else (self.rank,)
                 found[stage] = StageShard(mine, holders, self.rank, level, self.weight_store)
@@ -205,7 +204,7 @@ class TorchAdapter:
                 self.statistics[stage] = Statistics(norms, len(real), share)
         self.buckets: dict[int, GradBucket] = {}
         # When the first one comes:
-        later = self.plan.frees_gradients or self.plan.schedule == ASYNCHRONOUS
+        later = self.plan.residency[0].frees_gradients or self.plan.asynchronous
         for stage in self.stages if training and not later else ():
             self._place(stage)
 
@@ -283,7 +282,7 @@ class TorchAdapter:
 
     def _free(self, cut: Cut) -> set[str]:
         """The buffers that replicas can keep the same although each sees some of the samples."""
-        if self.plan.schedule == ASYNCHRONOUS:
+        if self.plan.asynchronous:
             return set()
         record = cut.trace.record
         if record.free is None:
@@ -365,7 +364,7 @@ class TorchAdapter:
                 self.ledger.deferral if splits else None,
                 bound.runs if bound else None,
                 (self.again, run_of),
-                bound if bound is not None and self.plan.partition_activations else None,
+                bound if bound is not None and self.plan.activations[stage].partitioned else None,
             )
             recomputed = run_of or any(
                 c.region is not None or c.norms not in ((), (c.module,)) for c in calls
@@ -425,7 +424,8 @@ class TorchAdapter:
     ) -> None:
         """Keep what a stage received until it runs again: all of it, or a part if others of the
         team have the rest."""
-        if bound is not None and self.plan.partition_activations and bound.box(name) is None:
+        partitioned = self.plan.activations[stage].partitioned
+        if bound is not None and partitioned and bound.box(name) is None:
             kept.forms[name], x = shard_of(x, bound.team)
         self.activation_bytes_of[stage, i] += self.size([x])
         kept.received[name] = x if kept.bundle is None else kept.bundle.pack(x, x._version)
@@ -867,7 +867,7 @@ class TorchAdapter:
             weights += shard.weight_bytes
         state = self.state()
         away = sum(store.used for store in self.stores)
-        if self.plan.offloaded_to("weights") == "host":  # where the optimizer works, its state is
+        if self.plan.residency[0].steps_on_host:  # where the optimizer works, its state is
             away, state = away + self.size(state), []
         here = self.size([x for x in state if x.is_sparse or x.untyped_storage().nbytes()])
         return Memory(weights=weights, gradients=gradients, optimizer=here, offloaded=away)
