@@ -189,22 +189,22 @@ class _Rank:
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
         for source in self.plan.sources[s]:
-            self._take(Message("output", source, s, i))
+            self._take(Message("output", source, s, i, action.part))
         self.meter.save(*self._saved(action))
         for sink in self.plan.sinks[s]:
-            self._offer(Message("output", s, sink, i))
+            self._offer(Message("output", s, sink, i, action.part))
 
     def _backward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
         for sink in self.plan.sinks[s]:
-            self._take(Message("gradient", sink, s, i))
+            self._take(Message("gradient", sink, s, i, action.part))
         if self.plan.frees_gradients and self.replicated[s]:
             self.gradients[s] = self.shares[s].gradients
         self.meter.spike("activations", round(self.costs[s].temporary))
         if action.kind is Kind.BACKWARD:
             self._free(s)
         for source in self.plan.sources[s]:
-            self._offer(Message("gradient", s, source, i))
+            self._offer(Message("gradient", s, source, i, action.part))
 
     def _free(self, stage: int) -> None:
         self.meter.free(self._activations(stage))

@@ -52,7 +52,8 @@ def simulate(
     take the time in `costs` and collectives none. Offloaded state goes over a machine's links to
     its host or disk. `state` is the optimizer's bytes, in units of the gradients. The plan may
     stand for `copies` of itself on further ranks: their steps are the same, but collectives span
-    all of them. For 2BW, whose pipeline never drains, it is a step in the middle of a run.
+    all of them. For 2BW, whose pipeline never drains, it is a step in the middle of a run. Where a
+    schedule has parts, `costs` are those of a part.
     """
 
     def seconds(rank: int, action: Action) -> float:
@@ -236,7 +237,8 @@ class _Clock:
         """Another rank's part is here when its message to this very stage is, if one is sent."""
         if need.stage == action.stage:
             return self.known[rank, need]
-        message = Message(need.what, need.stage, action.stage, need.micro_batch)
+        what, stage, micro_batch, part = need
+        message = Message(what, stage, action.stage, micro_batch, part)
         group = self.plan.spatial_group_for(need.stage, need.micro_batch)
         return max(self.arrived.get(((r, rank), message), self.known[r, need]) for r in group)
 

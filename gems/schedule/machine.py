@@ -48,8 +48,7 @@ class InFlight:
         if begun.kind is Kind.STORE:
             return action.kind in OFFLOADS or (action.computes and self.computed)
         if begun.kind is Kind.LOAD:
-            same = (action.stage, action.micro_batch) == (begun.stage, begun.micro_batch)
-            return same and action.computes
+            return action.unit == begun.unit and action.computes
         if action.kind is Kind.OPTIMIZER_STEP:
             return True
         reduces = action.kind is begun.kind is Kind.ALL_REDUCE
@@ -216,7 +215,8 @@ class ScheduleMachine:
     def _holds(self, rank: int, result: Result, action: Action) -> bool:
         if result.stage == action.stage:
             return result in self.known[rank]
-        message = Message(result.what, result.stage, action.stage, result.micro_batch)
+        what, stage, micro_batch, part = result
+        message = Message(what, stage, action.stage, micro_batch, part)
         for other in self.plan.spatial_group_for(result.stage, result.micro_batch):
             if other == rank or not self.lowered:
                 if result not in self.known[other]:

@@ -19,12 +19,12 @@ def recompute(schedule: Schedule, plan: Plan) -> Schedule:
         return schedule
     rows = []
     for row in schedule.ranks:
-        there = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
+        there = {a.unit for a in row if a.kind is Kind.RECOMPUTE}
         new: list[Action] = []
         for action in row:
             backward = action.computes and action.kind in (Kind.BACKWARD, Kind.INPUT)
-            at = (action.stage, action.micro_batch)
-            if backward and at not in there and plan.recomputes(*at):
+            recomputes = backward and plan.recomputes(action.stage, action.micro_batch)
+            if recomputes and action.unit not in there:
                 new.append(replace(action, kind=Kind.RECOMPUTE))
             new.append(action)
         rows.append(tuple(new))
