@@ -962,15 +962,15 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (Attention, r"layer.flatten .*reshapes \(2, 4, 8, 8\) to \(2, 4, 64\)"),
     "concatenation along rows": (
         lambda: Function(lambda x: torch.cat((x, x), 2)),
-        "layer.cat .*joins tensors along dim 2, which is cut",
+        "layer.cat .*joins tensors along dim 2, which is tiled",
     ),
     "softmax over rows": (
         lambda: nn.Softmax(2),
-        r"layer \(Softmax\) looks along dim 2, which is cut",
+        r"layer \(Softmax\) looks along dim 2, which is tiled",
     ),
     "softmax over pixels": (
         lambda: Function(lambda x: x.flatten(2).softmax(-1).view(x.shape)),
-        r"layer.flatten .*in which dim 3 is cut",
+        r"layer.flatten .*in which dim 3 is tiled",
     ),
     "an autograd function": (
         lambda: Function(Centred.apply),
@@ -979,7 +979,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hooks": (hooked, r"layer \(Conv2d\) carries hooks, which expect to see the whole tensor"),
     "one row": (
         lambda: Function(lambda x: x + x[:, :, 0].unsqueeze(2)),
-        "layer.getitem .*picks one cell along dim 2, which is cut",
+        "layer.getitem .*picks one cell along dim 2, which is tiled",
     ),
     "a mask": (
         lambda: Function(lambda x: x * x[x > 0].mean()),
@@ -987,7 +987,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a layer over columns": (
         lambda: nn.Linear(8, 8),
-        "layer .*mixes the cells of the last dim, which is cut",
+        "layer .*mixes the cells of the last dim, which is tiled",
     ),
     "the layer norm of a row": (
         lambda: nn.LayerNorm(8),

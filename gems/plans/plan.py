@@ -27,7 +27,7 @@ from gems.geometry.grid import (
     Grid,
     Spatial,
     halo_problems,
-    team_problems,
+    placement_problems,
     tile_problems,
     tiles_of,
 )
@@ -295,7 +295,7 @@ class Plan:
         if len(row) != self.depth:
             yield f"placement names {len(row)} ranks for {self.depth} stages; give one each"
             return
-        yield from team_problems(row, self.grids)
+        yield from placement_problems(row, self.grids)
         if {rank for team in row for rank in team} != set(range(self.ranks)):
             yield (
                 f"placement {self.placement} must use every rank from 0 to {self.ranks - 1} "

@@ -1,4 +1,4 @@
-"""A value that all ranks of a team have, kept in parts until it is needed again (ZeRO-R's P_a).
+"""A value that all ranks of a group have, kept in parts until it is needed again (ZeRO-R's P_a).
 
 rank 0    a b c d e ──► a b ─┐            ┌─► a b c d e
 rank 1    a b c d e ──► c d ─┼─ gathered ─┼─► a b c d e     right before the forward runs again
@@ -27,19 +27,19 @@ class Form:
     def flat(self, x: Tensor) -> Tensor:
         return x.permute(self.order).reshape(-1)
 
-    def gathered(self, part: Tensor, team: SpatialGroup) -> Tensor:
-        """The whole value, out of all parts. All ranks of the team must come here."""
-        flat = torch.cat(team.rows(part))[: prod(self.lengths)]
+    def gathered(self, part: Tensor, group: SpatialGroup) -> Tensor:
+        """The whole value, out of all parts. All ranks of the group must come here."""
+        flat = torch.cat(group.all_gather(part))[: prod(self.lengths)]
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return flat.view(self.lengths).permute(back)
 
 
-def part_of(x: Tensor, team: SpatialGroup) -> tuple[Form, Tensor]:
+def part_of(x: Tensor, group: SpatialGroup) -> tuple[Form, Tensor]:
     """This rank's part of a value: as large as any other's, with zeros at the end."""
     order = tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
     form = Form(order, tuple(x.shape[dim] for dim in order))
-    width = -(-x.numel() // team.size)
-    mine = form.flat(x.detach())[team.me * width : (team.me + 1) * width]
+    width = -(-x.numel() // group.size)
+    mine = form.flat(x.detach())[group.me * width : (group.me + 1) * width]
     part = x.new_zeros(width)  # memory of its own: the whole must go
     part[: len(mine)] = mine
     return form, part
