@@ -40,7 +40,7 @@ def test_the_cases_have_all_there_is() -> None:
         "zero",
         "offload",
         "local_dp",
-        "keep",
+        "recompute",
         "halo",
         "optimizer_step",
     ):

@@ -51,7 +51,7 @@ def _changed_parameters(cut: Cut, sharded: Collection[int]) -> Iterator[str]:
     plan = cut.plan
     for stage in range(plan.depth):
         alone = plan.schedule == "sequential" or plan.total == 1
-        fits = alone and stage not in sharded and plan.keeps[stage] == "all"
+        fits = alone and stage not in sharded and plan.recompute_by_stage[stage] == "never"
         for call in cut.calls(stage) if not fits else ():
             for name in call.touches:
                 if name in cut.trace.record.parameters:
@@ -66,7 +66,8 @@ def _python_state(cut: Cut, unordered: Collection[int]) -> Iterator[str]:
     for path, what in cut.trace.record.impure:
         for stage in range(cut.plan.depth):
             calls = [call for call in cut.calls(stage) if call.module == path]
-            again = any(c.region is not None for c in calls) or cut.plan.keeps[stage] != "all"
+            recomputed = cut.plan.recompute_by_stage[stage] != "never"
+            again = recomputed or any(c.region is not None for c in calls)
             if calls and (stage in unordered or again):
                 why = "is recomputed" if again else "sees the samples on several ranks"
                 yield (
