@@ -918,7 +918,7 @@ def test_dropout_under_a_plan_is_that_of_one_rank(kind: Any, halo: str) -> None:
     assert_equal(planned(model, data, plan), alone(model, data, 2))
 
 
-# --- layers without an exact cut -----------------------------------------------------------------
+# --- layers without a layer rule -----------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -983,7 +983,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a mask": (
         lambda: Function(lambda x: x * x[x > 0].mean()),
-        "layer .*is not a layer that is known to have an exact cut",
+        "layer .*is not a layer that is known to have an exact form",
     ),
     "a layer over columns": (
         lambda: nn.Linear(8, 8),
@@ -998,7 +998,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Function(lambda x: x + torch.rand_like(x)),
         r"layer.rand_like \(rand_like\) is not a layer",
     ),
-    "flipped": (lambda: Function(lambda x: x.flip(3)), r"layer.flip .*known to have an exact cut"),
+    "flipped": (lambda: Function(lambda x: x.flip(3)), r"layer.flip .*known to have an exact form"),
     "rolled": (lambda: Function(lambda x: x.roll(1)), r"layer.roll .*as if they were one"),
     "a product of matrices": (lambda: Function(lambda x, w: x @ w, w=(8, 8)), "layer.matmul"),
     "antialias": (

@@ -31,7 +31,7 @@ WATCHED = (
 
 @contextmanager
 def watching() -> Iterator[dict[int, list[str]]]:
-    """What each rank, a thread, calls: messages, padded tiles, and convolutions with their padding."""
+    """What each rank, a thread, calls: messages, padded tiles, convolutions with padding."""
     done: dict[int, list[str]] = defaultdict(list)
 
     def noted(owner: Any, name: str) -> Any:

@@ -21,6 +21,7 @@ from gems.geometry.box import Box, moves
 from gems.geometry.layout import Layout, Spans, around, clipped, hulls, read
 from gems.geometry.window import Same
 from gems.torch.runtime.rng import Draws
+from gems.torch.spatial.computed_weights import observed, watched_names
 from gems.torch.spatial.op import NotTileable, Op
 from gems.torch.spatial.rule import FROM_WHOLE, OWN, Rule, rule_of
 from gems.torch.spatial.rules import (  # noqa: F401
@@ -38,7 +39,6 @@ from gems.torch.spatial.rules import (  # noqa: F401
     resize,
 )
 from gems.torch.spatial.rules.elementwise import Broadcast
-from gems.torch.spatial.rules.parametrized import observed, watched_names
 from gems.torch.tracing.calls import Call, Record
 
 Boxes = tuple[Box, ...]  # one per rank

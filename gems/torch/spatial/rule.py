@@ -16,8 +16,8 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Same, Window
+from gems.torch.spatial.computed_weights import plain_type
 from gems.torch.spatial.op import Op, Run
-from gems.torch.spatial.rules.parametrized import plain_type
 from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor

@@ -13,10 +13,10 @@ from gems.geometry.box import Box
 from gems.geometry.layout import Layout, Spans, clipped
 from gems.geometry.window import Window
 from gems.torch.runtime.split_backward import Entry
+from gems.torch.spatial.computed_weights import prepare, prepared
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.halo_exchange import ExchangeHalos, HaloExchange, PadTile
 from gems.torch.spatial.op import Op, Run, named
-from gems.torch.spatial.rules.parametrized import prepare, prepared
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.tracing.calls import Call, Ref, is_placeholder
 
