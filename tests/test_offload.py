@@ -151,9 +151,9 @@ def test_stores_are_drawn_beside_the_work() -> None:
     drawn = svg(found, "", GPIPE)
     assert ">store<" in drawn and ">load<" in drawn and "0S0 on rank 0" in drawn
     trace = chrome(found, "", GPIPE)
-    assert '"memory put away"' in trace
+    assert '"offload"' in trace
     stays = replace(GPIPE, offload=())
-    assert '"memory put away"' not in chrome(simulate(lowered(stays), stays, unit(2)), "", stays)
+    assert '"offload"' not in chrome(simulate(lowered(stays), stays, unit(2)), "", stays)
 
 
 # --- the same numbers -----------------------------------------------------------------------------
