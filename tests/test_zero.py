@@ -331,11 +331,11 @@ def test_check_finds_gathers_that_are_missing_crossed_or_for_nothing() -> None:
     good = lowered(plan)
     assert not check(good, plan)
     faults = check(changed(good, 0, "0U ", ""), plan)
-    assert "rank 0, step 1: 0F0 has no weights; it wants 0U before it" in faults
+    assert "rank 0, step 1: 0F0 has no weights; it needs 0U before it" in faults
     (fault, *_) = check(changed(good, 1, "0U 1U", "1U 0U"), plan)
     assert "ranks 0 and 1 reduce and gather stages [0, 1, 2, 3] in different orders" in fault
     (fault, *_) = check(changed(good, 0, "0D 0A", "0A"), plan)
-    assert fault == "rank 0 never drops the weights of stages [0]"
+    assert fault == "rank 0 never reshards the weights of stages [0]"
     (fault, *_) = check(good, replace(plan, zero=2))
     assert "0U has nothing to do" in fault
     with pytest.raises(ScheduleError, match="are here already"):
@@ -386,7 +386,7 @@ def test_what_cannot_be_shared_out_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="each stage is on one rank; give the plan data-parallel"):
         planned(small(), data(1), Plan(stages=1, zero=1))
     for make in (torch.optim.Adafactor, torch.optim.LBFGS, Mine):
-        with pytest.raises(PlanError, match=f"{make.__name__} may look at a parameter as a whole"):
+        with pytest.raises(PlanError, match=f"{make.__name__} may need a parameter as a whole"):
             planned(small(), data(1), replace(UNITS, data=2, zero=1), make=make)
 
 
@@ -397,7 +397,7 @@ class Mine(torch.optim.SGD):
 class Known(Mine):
     """It says that it works cell by cell, and has state before the first step."""
 
-    by_cell = True
+    elementwise = True
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, 0.1, momentum=0.9)

@@ -21,8 +21,8 @@ from gems.hardware import Machine
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.timeline import Memory
 from gems.schedule.action import Action, Kind, Message
-from gems.torch.offload.activations import Bundle, View, opened
-from gems.torch.offload.split_inputs import Form, part_of
+from gems.torch.offload.activations import PackedTensor, SavedTensors, unpacked
+from gems.torch.offload.split_inputs import StridedForm, shard_of
 from gems.torch.offload.stores import Store
 from gems.torch.runtime.absent_gradient import absent, is_absent
 from gems.torch.runtime.activation_checkpoint import Again, as_it_was, snapshot, touched
@@ -42,9 +42,10 @@ from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_loss import TiledLoss, prepare
 from gems.torch.spatial.tiled_stage import TiledStage
-from gems.torch.state.grad_bucket import Bucket
-from gems.torch.state.ownership import Ownership, Unmade, reject_unordered
-from gems.torch.state.param_shards import Shard
+from gems.torch.state.deferred_init import DeferredInit
+from gems.torch.state.grad_bucket import GradBucket
+from gems.torch.state.ownership import Ownership, reject_unordered
+from gems.torch.state.param_shards import StageShard
 from gems.torch.tracing.calls import Ref, is_placeholder
 from gems.torch.tracing.guards import Guards, Structure, apply_assigned
 from gems.torch.tracing.op_meter import storage_of
@@ -73,10 +74,10 @@ class Kept:
     gradients: dict[str, Tensor]  # of received values, filled in by backward
     wants: tuple[str, ...]  # the received values that want one
     page: list[Entry] | None  # weight gradients put off
-    received: dict[str, Tensor | View]  # what there is until the stage is recomputed
+    received: dict[str, Tensor | PackedTensor]  # what there is until the stage is recomputed
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
-    forms: dict[str, Form] = field(default_factory=dict)  # of those that are here in parts
-    bundle: Bundle | None = None  # what of all this is put away until backward
+    forms: dict[str, StridedForm] = field(default_factory=dict)  # of those that are here in parts
+    bundle: SavedTensors | None = None  # what of all this is put away until backward
 
 
 def _leads_back(x: Tensor) -> bool:
@@ -105,12 +106,12 @@ class TorchAdapter:
         transport: Transport,
         leaves: tuple[str, ...] = (),
         activations: Store | None = None,
-        unmade: Unmade | None = None,
-        home: Store | None = None,
+        deferred: DeferredInit | None = None,
+        weight_store: Store | None = None,
         loss_weights: Mapping[str, nn.Parameter] | None = None,
         leaves_of_loss: Leaves | None = None,
     ) -> None:
-        """`unmade` are weights to be initialised; `home` is where they are put away."""
+        """`deferred` initialises weights; `weight_store` is where they are offloaded to."""
         self.model, self.plan, self.owned, self.rank = model, plan, owned, rank
         self.machine, self.transport = machine, transport
         self.loss, self.device, self.precision = loss, device, precision
@@ -135,8 +136,10 @@ class TorchAdapter:
         named |= loss_weights or {}
         self.weights = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.weights.values() if isinstance(t, nn.Parameter)]
-        self.home, self.unmade = home, unmade
-        self.stores = [] if home is None else [home]  # of weights and of the optimizer's state
+        self.weight_store, self.deferred = weight_store, deferred
+        self.stores = (
+            [] if weight_store is None else [weight_store]
+        )  # of weights and of the optimizer's state
         self.wants_norm = False
         self.window: set[int] = set()  # parameters that were trained since the last update
         self.window_over = True
@@ -151,21 +154,21 @@ class TorchAdapter:
         self.leaves_of_loss = leaves_of_loss or Leaves(model)
         self.leaves_of_loss.allow(self.weights, owned, plan.depth - 1, rank, loss)
 
-    def _shared_out(self) -> dict[int, Shard]:
+    def _shared_out(self) -> dict[int, StageShard]:
         """The stages of this rank whose state is divided among their holders, or put away: one
         after the other, so that of weights that are made here one stage's are there at a time."""
-        found: dict[int, Shard] = {}
+        found: dict[int, StageShard] = {}
         for stage in self.stages:
-            if self.unmade is not None:
-                self.unmade.make(self.owned.only(stage))
+            if self.deferred is not None:
+                self.deferred.materialize(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
             level = self.plan.zero if self.plan.shard_count(stage) > 1 else 0
-            if mine and (level or self.home is not None):
+            if mine and (level or self.weight_store is not None):
                 holders = self.plan.replica_groups[stage] if level else (self.rank,)
-                found[stage] = Shard(mine, holders, self.rank, level, self.home)
-        if self.unmade is not None:
-            self.unmade.make()
-            self.unmade = None
+                found[stage] = StageShard(mine, holders, self.rank, level, self.weight_store)
+        if self.deferred is not None:
+            self.deferred.materialize()
+            self.deferred = None
         return found
 
     # --- one step -----------------------------------------------------------------------------
@@ -202,7 +205,7 @@ class TorchAdapter:
                 share = 1 / self.plan.sizes[stage]
                 norms = self._norms(stage, self.of[real[0]])
                 self.statistics[stage] = Statistics(norms, len(real), share)
-        self.buckets: dict[int, Bucket] = {}
+        self.buckets: dict[int, GradBucket] = {}
         # When the first one comes:
         later = self.plan.frees_gradients or self.plan.schedule == ASYNCHRONOUS
         for stage in self.stages if training and not later else ():
@@ -215,10 +218,10 @@ class TorchAdapter:
         if stage in self.buckets or len(self.plan.replica_groups[stage]) == 1:
             return
         shard = self.shards.get(stage) if self.update else None
-        self.buckets[stage] = Bucket(
+        self.buckets[stage] = GradBucket(
             self.parameters(stage) if self.update else [],
             self.statistics[stage].sums if stage in self.statistics else [],
-            shard.places() if shard else None,
+            shard.allocate_grads() if shard else None,
         )
 
     def touched(self) -> list[tuple[Any, str]]:
@@ -397,7 +400,7 @@ class TorchAdapter:
         put_off = self.training and (stage, i) in self.put_off
         kept = Kept({}, None, {}, (), [] if put_off else None, {})
         if self.training and (stage, i) in self.put_away:
-            kept.bundle = Bundle(self.weight_storages, self.device)
+            kept.bundle = SavedTensors(self.weight_storages, self.device)
         later = self.training and self.plan.recomputes(stage, i)
         if stage in self.advances:
             self.advances[stage].begin(self.position[i])
@@ -425,19 +428,19 @@ class TorchAdapter:
         """Keep what a stage received until it runs again: all of it, or a part if others of the
         team have the rest."""
         if bound is not None and self.plan.partition_activations and bound.box(name) is None:
-            kept.forms[name], x = part_of(x, bound.group)
+            kept.forms[name], x = shard_of(x, bound.group)
         self.activation_bytes_of[stage, i] += self.size([x])
-        kept.received[name] = x if kept.bundle is None else kept.bundle.keep(x, x._version)
+        kept.received[name] = x if kept.bundle is None else kept.bundle.pack(x, x._version)
 
     def recompute(self, stage: int, micro_batch: int) -> None:
         """The forward once more, which kept nothing; its statistics were taken the first time."""
         i, cut = micro_batch, self.of[micro_batch]
         kept = self.kept[stage, i]
         bound = self.bound(cut, stage, self.plan.spatial_group_for(stage, i))
-        received = {name: opened(x) for name, x in kept.received.items()}
+        received = {name: unpacked(x) for name, x in kept.received.items()}
         for name, form in kept.forms.items():  # in one order on all ranks of a team
             assert bound is not None
-            received[name] = form.gathered(received[name], bound.group)
+            received[name] = form.unshard(received[name], bound.group)
         kept.received, kept.forms, kept.bundle = {}, {}, None
         norms = [module for module, _ in self._norms(stage, cut)]
         buffers = touched(cut.calls(stage), self.model)
@@ -462,7 +465,7 @@ class TorchAdapter:
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage in self.shards:
-                results = self.shards[stage].apart(results)
+                results = self.shards[stage].clone_views(results)
             if stage == self.plan.depth - 1:
                 self._arrive(cut, i, results, kept, bound)
         if keeps:
@@ -504,7 +507,7 @@ class TorchAdapter:
         bound: TiledStage | None,
         saved: SavedTiles | None,
         page: list[Entry] | None,
-        bundle: Bundle | None = None,
+        bundle: SavedTensors | None = None,
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and an eye on what is kept."""
         context = ForwardContext() if bound is None else bound.context
@@ -513,7 +516,7 @@ class TorchAdapter:
             if saved is not None:
                 stack.enter_context(saved.hooks())
             elif bundle is not None:
-                stack.enter_context(bundle.watching())
+                stack.enter_context(bundle.hooks())
             context.saved, self.ledger.bundle = saved, bundle
             self.ledger.page = context.deferred = page
             try:
@@ -687,18 +690,18 @@ class TorchAdapter:
 
     def store(self, stage: int, micro_batch: int) -> list[Work]:
         assert self.activation_store is not None
-        return self._bundle(stage, micro_batch).store(self.activation_store)
+        return self._bundle(stage, micro_batch).offload(self.activation_store)
 
     def release_stored(self, stage: int, micro_batch: int) -> None:
-        self._bundle(stage, micro_batch).let_go()
+        self._bundle(stage, micro_batch).free()
 
     def load(self, stage: int, micro_batch: int) -> list[Work]:
-        return self._bundle(stage, micro_batch).load()
+        return self._bundle(stage, micro_batch).prefetch()
 
     def finish_load(self, stage: int, micro_batch: int) -> None:
-        self._bundle(stage, micro_batch).arrive()
+        self._bundle(stage, micro_batch).finish_prefetch()
 
-    def _bundle(self, stage: int, micro_batch: int) -> Bundle:
+    def _bundle(self, stage: int, micro_batch: int) -> SavedTensors:
         bundle = self.kept[stage, micro_batch].bundle
         assert bundle is not None, "what is not going to be stored is not watched"
         return bundle
@@ -752,36 +755,36 @@ class TorchAdapter:
 
     def bucket(self, stage: int) -> list[Tensor]:
         self._place(stage)
-        return self.buckets[stage].fill()
+        return self.buckets[stage].pack()
 
     def scattered(self, stage: int) -> list[Tensor]:
         return self.shards[stage].gradients if self.update and stage in self.shards else []
 
     def unbucket(self, stage: int) -> None:
         if stage in self.buckets:  # it has several holders
-            sums = self.buckets.pop(stage).empty()
+            sums = self.buckets.pop(stage).unpack()
             if stage in self.statistics:
                 self.statistics[stage].finish(sums)
         if self.update and stage in self.shards:
-            self.shards[stage].settle(norm=self.wants_norm)
+            self.shards[stage].take_reduced_grads(norm=self.wants_norm)
 
     # --- weights that come and go ---------------------------------------------------------------
 
     def unshard(self, stage: int) -> tuple[list[Tensor], list[Work]]:
         if (shard := self.shards.get(stage)) is None:
             return [], []
-        handles = shard.gather()
+        handles = shard.unshard()
         if shard.level < 3:
             return [], handles
         for handle in handles:  # others get our part from here
             handle.wait()
-        return shard.memory, []
+        return shard.flat_weights, []
 
     def reshard(self, stage: int) -> None:
         if stage in self.advances:  # also on a rank that ran no sample
             self.advances[stage].prepare()
         if stage in self.shards:
-            self.shards[stage].release()
+            self.shards[stage].reshard()
 
     @contextmanager
     def unsharded_weights(self, *, fetched: bool = True) -> Iterator[None]:
@@ -789,33 +792,33 @@ class TorchAdapter:
         come here, unless what they are now is of no interest and need not be `fetched`. Those that
         are put away just here are to be had one by one: `copy` and `put`."""
         apart = [shard for shard in self.shards.values() if shard.level == 3]
-        for handle in [handle for shard in apart for handle in shard.gather()]:
+        for handle in [handle for shard in apart for handle in shard.unshard()]:
             handle.wait()
-        pairs = [(memory, shard.holders) for shard in apart for memory in shard.memory]
+        pairs = [(memory, shard.ranks) for shard in apart for memory in shard.flat_weights]
         for handle in [self.transport.all_gather(*pair) for pair in pairs if fetched]:
             handle.wait()
         try:
             yield
             for shard in apart:
-                shard.keep()
+                shard.write_back()
         finally:
             for shard in apart:
-                shard.release()
+                shard.reshard()
 
     @cached_property
-    def at_home(self) -> dict[str, Shard]:
+    def host_copies(self) -> dict[str, StageShard]:
         """By name, the weights that are put away just here."""
-        away = [shard for shard in self.shards.values() if shard.at_home]
+        away = [shard for shard in self.shards.values() if shard.has_host_copy]
         return {name: shard for shard in away for name in shard.parameters}
 
     def copy(self, name: str) -> Tensor:
         """A weight, or a copy of it if it is put away."""
-        shard = self.at_home.get(name)
+        shard = self.host_copies.get(name)
         return self._now(name) if shard is None else shard.copy(name)
 
     def put(self, name: str, value: Tensor) -> None:
         """Let a weight be what a tensor says, wherever it is."""
-        if (shard := self.at_home.get(name)) is not None:
+        if (shard := self.host_copies.get(name)) is not None:
             shard.put(name, value)
         else:
             with torch.no_grad():
@@ -832,8 +835,8 @@ class TorchAdapter:
         every replica changes by itself."""
         for stage, advance in self.advances.items():
             shard = self.shards.get(stage)
-            if not advance.states and shard is not None and shard.at_home:
-                for handle in shard.gather():  # its replica had nothing to do in this step
+            if not advance.states and shard is not None and shard.has_host_copy:
+                for handle in shard.unshard():  # its replica had nothing to do in this step
                     handle.wait()
                 self.reshard(stage)
             advance.finish()

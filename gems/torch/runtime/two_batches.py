@@ -18,7 +18,7 @@ from gems.schedule.action import Message
 from gems.schedule.async_window import AT_ONCE, place
 from gems.torch.runtime.adapter import OF_A_BATCH, TorchAdapter
 from gems.torch.runtime.microbatch import Batch
-from gems.torch.state.weight_versions import Versions
+from gems.torch.state.weight_versions import WeightVersions
 from gems.torch.tracing.op_meter import storage_of
 from gems.transport.protocol import Work
 
@@ -31,7 +31,7 @@ class Turns:
 
     def __init__(self, adapter: TorchAdapter, plan: Plan) -> None:
         self.plain, self.plan = adapter, plan
-        self.versions = Versions(())
+        self.versions = WeightVersions(())
         self.states: list[dict[str, Any]] = [{}, {}]
         self.now: int | None = None  # whose state the adapter has
         self.begun = self.summed = 0  # batches

@@ -16,8 +16,7 @@ from gems.geometry.layout import Layout, layout_like
 from gems.model.graph import Value, Weight
 from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.computed_weights import shown
-from gems.torch.tracing.calls import Attr, Call, Ref
-from gems.torch.tracing.recorder import name_of
+from gems.torch.tracing.calls import Attr, Call, Ref, name_of
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]

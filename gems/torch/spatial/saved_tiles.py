@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gems.torch.offload.activations import Bundle, View, opened
+from gems.torch.offload.activations import PackedTensor, SavedTensors, unpacked
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.tracing.op_meter import storage_of
 
@@ -26,18 +26,18 @@ Tensor = torch.Tensor
 class BorderedTile:
     """A padded tile with a border of a constant: the tile alone."""
 
-    tile: Tensor | View
+    tile: Tensor | PackedTensor
     version: int
     pads: list[int]
     fill: float
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return (opened(self.tile),)
+        return (unpacked(self.tile),)
 
-    def offloaded(self, bundle: Bundle) -> BorderedTile:
+    def offloaded(self, bundle: SavedTensors) -> BorderedTile:
         """The same, with its tensors in a bundle."""
-        return replace(self, tile=bundle.keep(opened(self.tile), self.version))
+        return replace(self, tile=bundle.pack(unpacked(self.tile), self.version))
 
     def assemble(self) -> Tensor:
         return F.pad(_unchanged(self.tile, self.version), self.pads, value=self.fill)
@@ -47,27 +47,27 @@ class BorderedTile:
 class ExchangedTile:
     """A padded tile with halos: the tile, and the halos."""
 
-    tile: Tensor | View
+    tile: Tensor | PackedTensor
     version: int
     exchange: HaloExchange
-    halos: Sequence[Tensor | View]
+    halos: Sequence[Tensor | PackedTensor]
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        return (opened(self.tile), *map(opened, self.halos))
+        return (unpacked(self.tile), *map(unpacked, self.halos))
 
-    def offloaded(self, bundle: Bundle) -> ExchangedTile:
-        tile, halos = bundle.keep(opened(self.tile), self.version), map(opened, self.halos)
-        return replace(self, tile=tile, halos=[bundle.keep(halo) for halo in halos])
+    def offloaded(self, bundle: SavedTensors) -> ExchangedTile:
+        tile, halos = bundle.pack(unpacked(self.tile), self.version), map(unpacked, self.halos)
+        return replace(self, tile=tile, halos=[bundle.pack(halo) for halo in halos])
 
     def assemble(self) -> Tensor:
         tile = _unchanged(self.tile, self.version)
-        return self.exchange.assemble(tile, list(map(opened, self.halos)))
+        return self.exchange.assemble(tile, list(map(unpacked, self.halos)))
 
 
-def _unchanged(tile: Tensor | View, version: int) -> Tensor:
-    if isinstance(tile, View):
-        return tile.open()  # which checks its version itself
+def _unchanged(tile: Tensor | PackedTensor, version: int) -> Tensor:
+    if isinstance(tile, PackedTensor):
+        return tile.unpack()  # which checks its version itself
     if tile._version != version:
         raise RuntimeError(
             f"a tensor needed for a gradient, of shape {tuple(tile.shape)}, has been modified by "
@@ -80,7 +80,7 @@ class SavedTiles:
     """The saved tensors of one forward. Padded tiles are known while the layer that reads them
     runs."""
 
-    def __init__(self, weights: Set[int] = frozenset(), bundle: Bundle | None = None) -> None:
+    def __init__(self, weights: Set[int] = frozenset(), bundle: SavedTensors | None = None) -> None:
         self.weights = weights  # storages that are not counted
         self.bundle = bundle  # if what is saved will be offloaded
         self.padded: dict[int, tuple[tuple[int, ...], ExchangedTile | BorderedTile]] = {}
@@ -108,7 +108,7 @@ class SavedTiles:
                 self._count(part)
             return made_of if self.bundle is None else made_of.offloaded(self.bundle)
         self._count(x)
-        return x if self.bundle is None else self.bundle.keep(x, x._version)
+        return x if self.bundle is None else self.bundle.pack(x, x._version)
 
     def _count(self, x: Tensor) -> None:
         if storage_of(x) not in self.weights:
@@ -125,4 +125,4 @@ class SavedTiles:
 
 
 def _unpack(saved: Any) -> Tensor:
-    return saved.assemble() if isinstance(saved, ExchangedTile | BorderedTile) else opened(saved)
+    return saved.assemble() if isinstance(saved, ExchangedTile | BorderedTile) else unpacked(saved)

@@ -25,7 +25,8 @@ from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tracing.calls import Attr, Record, Ref, is_placeholder, leaves_of
-from gems.torch.tracing.recorder import REMEDY, record
+from gems.torch.tracing.record import record
+from gems.torch.tracing.unrecordable import REMEDY
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
