@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
-from gems.geometry.box import cuts
+from gems.geometry.box import split_points
 from gems.plans.plan import Plan
 from gems.torch.runtime.rng import _lock
 from gems.torch.tracing.calls import Call, Record
@@ -75,7 +75,7 @@ def part(tree: Any, start: int, stop: int) -> Any:
 def micro_batches(inputs: Any, targets: Any, count: int) -> Iterator[tuple[Any, Any, float]]:
     """Inputs, targets and share of samples of each micro-batch that has any."""
     samples = samples_in(inputs)
-    for a, b in pairwise(cuts(samples, count)):
+    for a, b in pairwise(split_points(samples, count)):
         if a < b:
             yield part(inputs, a, b), part(targets, a, b), (b - a) / samples
 

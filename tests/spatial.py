@@ -27,8 +27,10 @@ from gems.torch.runtime.codegen import write
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.streaming import Stream
 from gems.torch.spatial.group import SpatialGroup, Traffic
-from gems.torch.spatial.halo_stash import Slabs
-from gems.torch.spatial.partition import Bound, Laid, bind, lay_out, lay_out_alone
+from gems.torch.spatial.partition import StageLayout, lay_out
+from gems.torch.spatial.patches import lay_out_patches
+from gems.torch.spatial.saved_tiles import SavedTiles
+from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tracing.calls import leaves_of
 from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.record import record
@@ -80,7 +82,7 @@ class Rank:
     activations: int
     forward: Traffic
     backward: Traffic
-    laid: Laid | None  # stays where it was made
+    laid: StageLayout | None  # stays where it was made
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"laid": None}
@@ -153,7 +155,7 @@ class Plain:
         """The same on one rank, block after block, and compare."""
         model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
         entering = self.layouts(grid, points)
-        laid = lay_out_alone(self.record, model, calls, entering, draws, self.outputs)
+        laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs)
         device, weights = torch.device("cpu"), {storage_of(p) for p in model.parameters()}
         stream = Stream(
             self.record, model, calls, self.outputs, laid, draws,
@@ -215,10 +217,10 @@ class Plain:
             name: _leaf(x if boxes[name] is None else x[boxes[name].slices()])
             for name, x in zip(self.record.inputs, self.inputs, strict=True)
         }
-        bound.memory.now = slabs = Slabs()
-        with slabs.watching():
+        bound.context.saved = saved = SavedTiles()
+        with saved.hooks():
             results = program.run(*(inputs[name] for name in program.inputs))
-        bound.memory.now = None
+        bound.context.saved = None
         outputs = dict(zip(self.outputs, results, strict=True))
         forward, team.traffic.messages, team.traffic.bytes = copy.copy(team.traffic), 0, 0
         _backward([self._seeded(name, x, bound) for name, x in outputs.items()])
@@ -228,20 +230,20 @@ class Plain:
             {name: (boxes[name], x.detach()) for name, x in outputs.items()},
             gradients,
             dict(model.named_buffers()),
-            slabs.bytes,
+            saved.bytes,
             forward,
             team.traffic,
             laid,
         )
 
-    def _seeded(self, name: str, x: Tensor, bound: Bound) -> tuple[Tensor, Tensor | None]:
+    def _seeded(self, name: str, x: Tensor, bound: TiledStage) -> tuple[Tensor, Tensor | None]:
         """A rank's part of an output, and of its gradient: own cells, or a share of all."""
         if name not in self.seeds:
             return x, None
         layout = bound.laid.layouts.get(name)
         if layout is None:
-            return x, self.seeds[name] / bound.team.size
-        own, have = (boxes[bound.team.me] for boxes in (layout.own_boxes(), layout.boxes()))
+            return x, self.seeds[name] / bound.group.size
+        own, have = (boxes[bound.group.me] for boxes in (layout.own_boxes(), layout.boxes()))
         return x if own == have else x[within(own, have)], self.seeds[name][own.slices()]
 
     # --- what must be equal ---------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gems.files import from_json, to_json
-from gems.geometry.box import Box, Move, cuts, moves, tiles
+from gems.geometry.box import Box, Move, moves, split_points, tiles
 
 Cell = tuple[int, ...]
 small = settings(max_examples=60, deadline=None)
@@ -113,7 +113,7 @@ def union(pieces: Iterable[Box]) -> set[Cell]:
 @small
 @given(st.integers(0, 50), st.integers(1, 60))
 def test_cuts_are_near_equal_and_the_larger_pieces_come_first(length: int, parts: int) -> None:
-    points = cuts(length, parts)
+    points = split_points(length, parts)
     pieces = [b - a for a, b in itertools.pairwise(points)]
     assert (points[0], points[-1], len(pieces)) == (0, length, parts)
     assert max(pieces) - min(pieces) <= 1
@@ -121,10 +121,10 @@ def test_cuts_are_near_equal_and_the_larger_pieces_come_first(length: int, parts
 
 
 def test_cuts_by_example() -> None:
-    assert cuts(10, 4) == (0, 3, 6, 8, 10)
-    assert cuts(2, 4) == (0, 1, 2, 2, 2)
+    assert split_points(10, 4) == (0, 3, 6, 8, 10)
+    assert split_points(2, 4) == (0, 1, 2, 2, 2)
     with pytest.raises(ValueError, match="into 0 parts"):
-        cuts(3, 0)
+        split_points(3, 0)
 
 
 @small

@@ -119,9 +119,9 @@ def test_parts_are_put_together_with_the_strides_they_had() -> None:
 
 
 def test_it_is_refused_where_nothing_is_kept_by_all() -> None:
-    with pytest.raises(PlanError, match="no stage is both cut over ranks and recomputed"):
+    with pytest.raises(PlanError, match="no stage is both on several ranks and recomputed"):
         Plan(stages=2, recompute="always", partition_activations=True)
-    with pytest.raises(PlanError, match="no stage is both cut over ranks and recomputed"):
+    with pytest.raises(PlanError, match="no stage is both on several ranks and recomputed"):
         Plan(stages=2, spatial="2x1", recompute=("never", "always"), partition_activations=True)
-    with pytest.raises(PlanError, match="is cut already, like the image"):
+    with pytest.raises(PlanError, match="is in tiles already, like the image"):
         planned(net(), data(), PLANS["slices"])

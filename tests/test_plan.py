@@ -277,7 +277,7 @@ MISTAKES = [
     (dict(stages=2, local_dp=0), "local_dp is 0; it must be at least 1"),
     (
         dict(stages=1, spatial="2x2", local_dp=2),
-        "local_dp=2 cuts the stages after the spatial ones, but all 1 are spatial; leave one",
+        "local_dp=2 slices the stages after the spatial ones, but all 1 are spatial; leave one",
     ),
     (dict(stages=2, spatial=4, halo="d3"), "halo 'd3' is unknown; choose one of d1, d2"),
     (dict(stages=2, halo="d2"), "halo='d2' belongs to spatial stages; give spatial, or leave it"),

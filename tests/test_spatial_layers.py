@@ -918,7 +918,7 @@ def test_dropout_under_a_plan_is_that_of_one_rank(kind: Any, halo: str) -> None:
     assert_equal(planned(model, data, plan), alone(model, data, 2))
 
 
-# --- layers without an exact cut -----------------------------------------------------------------
+# --- layers without a layer rule -----------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -962,15 +962,15 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (Attention, r"layer.flatten .*reshapes \(2, 4, 8, 8\) to \(2, 4, 64\)"),
     "concatenation along rows": (
         lambda: Function(lambda x: torch.cat((x, x), 2)),
-        "layer.cat .*joins tensors along dim 2, which is cut",
+        "layer.cat .*joins tensors along dim 2, which is tiled",
     ),
     "softmax over rows": (
         lambda: nn.Softmax(2),
-        r"layer \(Softmax\) looks along dim 2, which is cut",
+        r"layer \(Softmax\) looks along dim 2, which is tiled",
     ),
     "softmax over pixels": (
         lambda: Function(lambda x: x.flatten(2).softmax(-1).view(x.shape)),
-        r"layer.flatten .*in which dim 3 is cut",
+        r"layer.flatten .*in which dim 3 is tiled",
     ),
     "an autograd function": (
         lambda: Function(Centred.apply),
@@ -979,15 +979,15 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hooks": (hooked, r"layer \(Conv2d\) carries hooks, which expect to see the whole tensor"),
     "one row": (
         lambda: Function(lambda x: x + x[:, :, 0].unsqueeze(2)),
-        "layer.getitem .*picks one cell along dim 2, which is cut",
+        "layer.getitem .*picks one cell along dim 2, which is tiled",
     ),
     "a mask": (
         lambda: Function(lambda x: x * x[x > 0].mean()),
-        "layer .*is not a layer that is known to have an exact cut",
+        "layer .*is not a layer that is known to have an exact form",
     ),
     "a layer over columns": (
         lambda: nn.Linear(8, 8),
-        "layer .*mixes the cells of the last dim, which is cut",
+        "layer .*mixes the cells of the last dim, which is tiled",
     ),
     "the layer norm of a row": (
         lambda: nn.LayerNorm(8),
@@ -998,7 +998,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Function(lambda x: x + torch.rand_like(x)),
         r"layer.rand_like \(rand_like\) is not a layer",
     ),
-    "flipped": (lambda: Function(lambda x: x.flip(3)), r"layer.flip .*known to have an exact cut"),
+    "flipped": (lambda: Function(lambda x: x.flip(3)), r"layer.flip .*known to have an exact form"),
     "rolled": (lambda: Function(lambda x: x.roll(1)), r"layer.roll .*as if they were one"),
     "a product of matrices": (lambda: Function(lambda x, w: x @ w, w=(8, 8)), "layer.matmul"),
     "antialias": (

@@ -539,10 +539,10 @@ def assert_whole(ranks: list[Rank], why: str) -> None:
 
 WHOLE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "rows joined": (lambda x: torch.cat((x, x.mean(2, True)), 2), "joins .* dim 2, which is"),
-    "rows repeated": (lambda x: x.repeat(1, 1, 2, 1), "repeats the cells of dim 2, which is cut"),
+    "rows repeated": (lambda x: x.repeat(1, 1, 2, 1), "repeats the cells of dim 2, which is tiled"),
     "gathered along a row": (
         lambda x: x.gather(3, x.argmax(1, keepdim=True)),
-        "picks cells along dim 3, which is cut",
+        "picks cells along dim 3, which is tiled",
     ),
     "scattered from another size": (
         lambda x: x.scatter(1, x[:, :1].long() * 0, F.pad(x.detach(), (0, 0, 0, 1))),

@@ -20,7 +20,7 @@ from gems import models
 from gems.geometry.box import Box, moves
 from gems.plans.plan import Plan
 from gems.torch.runtime.partitioned_model import Cut
-from gems.torch.spatial.partition import Laid, traffic
+from gems.torch.spatial.partition import StageLayout, traffic
 from gems.torch.trainer import Trainer
 from gems.transport.threads import Local, run
 from tests.exact import (
@@ -830,10 +830,10 @@ def conv_stack(layers: int = 5) -> nn.Module:
         ).double()
 
 
-def strips(laid: Laid, member: int) -> int:
+def strips(laid: StageLayout, member: int) -> int:
     """Bytes that a rank keeps beside its own cells: what it is sent, and edges of what enters."""
     total = 0
-    for have, pieces in laid.fetches():
+    for have, pieces in laid.exchanges():
         for move in (move for want in pieces for move in moves(have, want)):
             if move.target == member != move.source:
                 total += 8 * move.box.size
@@ -844,7 +844,7 @@ def strips(laid: Laid, member: int) -> int:
 
 def kept(
     spatial: Any, model: nn.Module, images: Tensor, given: Any
-) -> list[tuple[int, Laid | None]]:
+) -> list[tuple[int, StageLayout | None]]:
     """The most bytes that each rank of a first stage stashed, and its layout."""
     plan = Plan(stages=2, balance=(len(model), 1), schedule="sequential", spatial=spatial)
     whole = nn.Sequential(*copy.deepcopy(model), nn.Conv2d(6, 6, 1)).double()
@@ -903,10 +903,10 @@ def test_the_stash_of_other_layers_is_one_pth_and_strips(name: str) -> None:
 # --- messages and bytes that are sent inside stages ----------------------------------------------
 
 
-def sent_and_taken(laid: Laid, tiles: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def sent_and_taken(laid: StageLayout, tiles: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """For each rank (messages, cells) that it sends in forward, and that it is sent."""
     found = [[[0, 0], [0, 0]] for _ in range(tiles)]
-    for have, pieces in laid.fetches():
+    for have, pieces in laid.exchanges():
         pairs = set()
         for move in (move for want in pieces for move in moves(have, want)):
             if move.source != move.target:
@@ -949,7 +949,7 @@ def test_bytes_and_messages_are_those_that_geometry_says(name: str, fused: int) 
         ranks = plain.cut(grid, fused=fused, points=points)
         expected = sent_and_taken(ranks[0].laid, prod(grid))
         assert [sent for sent, _ in expected] == (
-            traffic(ranks[0].laid.fetches()) or [(0, 0)] * prod(grid)
+            traffic(ranks[0].laid.exchanges()) or [(0, 0)] * prod(grid)
         )
         for rank, (sent, taken) in zip(ranks, expected, strict=True):
             assert (rank.forward.messages, rank.forward.bytes) == (sent[0], 8 * sent[1])
@@ -978,8 +978,8 @@ def test_a_trainer_counts_the_same_bytes() -> None:
         mine = Trainer(conv_stack(3), None, None, images[:2], plan, transport=transport)
         mine.predict(images)
         cut = next(c for c in mine.adapter.cuts.values() if c.bound)
-        team = cut.bound[0, 0, 1, 2, 3].team
-        return team.traffic, sent_and_taken(cut.laid[0], 4)[transport.rank][0]
+        group = cut.bound[0, 0, 1, 2, 3].group
+        return group.traffic, sent_and_taken(cut.laid[0], 4)[transport.rank][0]
 
     for counted, (messages, cells) in run(4, work):
         assert (counted.messages, counted.bytes) == (2 * messages, 2 * 8 * cells)

@@ -67,7 +67,7 @@ def checked_loss(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [F.cross_entropy, checked_loss])
 @pytest.mark.parametrize(
     "options",
-    [{"spatial": (2, 1)}, {"local_dp": 2}, {"stream": ((2, 2),)}, {"keep": "inputs"}],
+    [{"spatial": (2, 1)}, {"local_dp": 2}, {"stream": ((2, 2),)}, {"recompute": "always"}],
     ids=lambda x: next(iter(x)),
 )
 def test_a_region_is_recomputed_in_the_precision_of_its_first_run(options: Any, loss: Any) -> None:

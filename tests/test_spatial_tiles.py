@@ -15,15 +15,15 @@ from torch import nn
 
 from gems.plans.plan import Plan
 from gems.torch.runtime import split_backward as defer
-from gems.torch.spatial.group import Exchange
+from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.rules.overlap_conv import Kernel
 from tests.exact import assert_equal, batches, plainly, planned
 from tests.spatial import Plain
 
 WATCHED = (
-    (Exchange, "post"),
-    (Exchange, "post_back"),
-    (Exchange, "slab"),
+    (HaloExchange, "start"),
+    (HaloExchange, "start_backward"),
+    (HaloExchange, "assemble"),
     (Kernel, "forward"),
     (Kernel, "backward"),
 )
@@ -31,7 +31,7 @@ WATCHED = (
 
 @contextmanager
 def watching() -> Iterator[dict[int, list[str]]]:
-    """What each rank, a thread, calls: messages, slabs, and convolutions with their padding."""
+    """What each rank, a thread, calls: messages, padded tiles, convolutions with padding."""
     done: dict[int, list[str]] = defaultdict(list)
 
     def noted(owner: Any, name: str) -> Any:
@@ -50,8 +50,8 @@ def watching() -> Iterator[dict[int, list[str]]]:
         yield done
 
 
-def test_a_tile_is_convolved_where_it_lies_while_strips_travel() -> None:
-    """No slab is laid out; messages are posted before the work on the tile, there and back."""
+def test_a_tile_is_convolved_where_it_lies_while_halos_are_in_flight() -> None:
+    """No padded tile is made; messages are started before the work on the tile, there and back."""
     torch.manual_seed(0)
     # What enters is delivered with its halo: the layer to look at comes after another.
     plain = Plain(
@@ -60,8 +60,8 @@ def test_a_tile_is_convolved_where_it_lies_while_strips_travel() -> None:
     with watching() as done:
         plain.cut((2, 1))
     tile, edge = "(1, 1)", "(0, 1)"
-    there = ["post", f"forward {tile}", f"forward {edge}"]
-    back = [f"backward {edge}", "post_back", f"backward {tile}"]
+    there = ["start", f"forward {tile}", f"forward {edge}"]
+    back = [f"backward {edge}", "start_backward", f"backward {tile}"]
     assert list(done.values()) == [there + back] * 2
 
 

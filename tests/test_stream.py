@@ -30,7 +30,7 @@ from gems.hardware import machine
 from gems.model.estimate import estimate
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
-from gems.torch.spatial.partition import Uncuttable
+from gems.torch.spatial.partition import CallNotTileable
 from gems.torch.tracing.halo_costs import with_halos
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
@@ -81,7 +81,7 @@ def test_a_generated_network_does_the_same_block_by_block(number: int) -> None:
         try:
             plain.stream(cut["grid"], cut["points"])
             return
-        except Uncuttable:
+        except CallNotTileable:
             continue  # statistics of the whole image, or its far end
         except BaseException as error:
             error.add_note(f"case {number}, try {tried}: {shape} by {cut}\n{plain.model}")

@@ -280,7 +280,7 @@ def _reach(traced: Trace, model: nn.Module) -> Found:
 def _reason(traced: Trace, model: nn.Module, dim: int) -> Iterator[str]:
     from gems.geometry.layout import even
     from gems.torch.runtime.rng import Draws
-    from gems.torch.spatial.partition import Uncuttable, lay_out
+    from gems.torch.spatial.partition import CallNotTileable, lay_out
 
     record = traced.record
     shapes = {name: record.values[name].shape for name in record.inputs}
@@ -291,7 +291,7 @@ def _reason(traced: Trace, model: nn.Module, dim: int) -> Iterator[str]:
     }
     try:
         lay_out(record, model, record.calls, entering, Draws(0, torch.device("cpu")))
-    except Uncuttable as error:
+    except CallNotTileable as error:
         yield str(error)
     else:
         yield ""

@@ -83,7 +83,7 @@ def traffic(work: str, plan: str) -> tuple[int, int]:
     """Messages and bytes that this rank sends inside the stage in one step."""
     trainer = _trainer(work, plan)
     cut = next(iter(trainer.adapter.cuts.values()))
-    counters = [bound.team.traffic for bound in cut.bound.values()]
+    counters = [bound.group.traffic for bound in cut.bound.values()]
     for counter in counters:
         counter.messages = counter.bytes = 0
     trainer.step(*WORK[work].batch())

@@ -1,1 +1,1 @@
-"""Integers of tensors that are cut: boxes, layouts, windows, grids."""
+"""Integers of tiled tensors: boxes, layouts, windows, grids."""

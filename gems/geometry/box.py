@@ -72,7 +72,7 @@ class Box:
 
         ::
 
-            ┌───────────┐      first whole slabs above and below (1, 2),
+            ┌───────────┐      first what is above and below (1, 2),
             │     1     │      then what is left beside (3, 4)
             ├──┬─────┬──┤
             │ 3│other│4 │
@@ -167,13 +167,13 @@ class Move:
         return cls(int(source), int(target), Box.parse(box))
 
 
-def cuts(length: int, parts: int) -> tuple[int, ...]:
-    """`parts + 1` cut points of `0..length`, pieces near equal and the larger ones first.
+def split_points(length: int, parts: int) -> tuple[int, ...]:
+    """The `parts + 1` borders of near-equal parts of `0..length`, the larger ones first.
 
-    `cuts(10, 4)` is `(0, 3, 6, 8, 10)`; with more parts than cells the last pieces are empty.
+    `split_points(10, 4)` is `(0, 3, 6, 8, 10)`; with more parts than cells the last ones are empty.
     """
     if parts < 1 or length < 0:
-        raise ValueError(f"cannot cut a length of {length} into {parts} parts; take 1 part or more")
+        raise ValueError(f"cannot split a length of {length} into {parts} parts; give 1 or more")
     each, longer = divmod(length, parts)
     return tuple(each * i + min(i, longer) for i in range(parts + 1))
 
@@ -192,10 +192,10 @@ def tiles(shape: Sequence[int], grid: Sequence[int]) -> tuple[Box, ...]:
     if len(shape) != len(grid):
         raise ValueError(
             f"shape {tuple(shape)} and grid {tuple(grid)} need as many entries as each other; "
-            "put 1 in the grid for a dim that is not cut"
+            "put 1 in the grid for a dim that is not split"
         )
     spans = [
-        tuple(itertools.pairwise(cuts(length, parts)))
+        tuple(itertools.pairwise(split_points(length, parts)))
         for length, parts in zip(shape, grid, strict=True)
     ]
     return tuple(

@@ -1,4 +1,4 @@
-"""How one stage is cut over its ranks: the tiles of a picture, or slices of a micro-batch."""
+"""How one stage is tiled over its ranks: the tiles of an image, or slices of a micro-batch."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def square(cells: int) -> tuple[int, ...]:
 
 LAYOUTS = {
     "square": square,
-    "vertical": lambda strips: (1, strips),
-    "horizontal": lambda strips: (strips, 1),
+    "vertical": lambda columns: (1, columns),
+    "horizontal": lambda rows: (rows, 1),
 }
 
 
@@ -99,7 +99,7 @@ def _shape_of(written: object) -> tuple[int, ...]:
 
 
 def _parsed(text: str) -> tuple[int, ...]:
-    """`2x2`, `2x2x2`, `4` or a layout of strips or squares: `vertical:4`."""
+    """`2x2`, `2x2x2`, `4` or a named layout: `vertical:4`."""
     name, colon, cells = text.rpartition(":")
     layout = LAYOUTS.get(name if colon else "square")
     if any(len(digits) > 9 for digits in re.findall(r"\d+", text)):
@@ -145,7 +145,7 @@ def tile_problems(tiles: Sequence[tuple[int, ...]], stages: int, slices: int) ->
         yield f"local_dp is {slices}; it must be at least 1"
     if slices > 1 and len(tiles) >= stages:
         yield (
-            f"local_dp={slices} cuts the stages after the spatial ones, but all {stages} are "
+            f"local_dp={slices} slices the stages after the spatial ones, but all {stages} are "
             "spatial; leave one of the two out, or use more stages"
         )
 
@@ -162,13 +162,13 @@ def halo_problems(halo: str, fused_layers: int, *, spatial: bool) -> Iterable[st
         yield f"fused_layers={fused_layers} is for halo='d2', not 'd1'; leave one of them out"
 
 
-def team_problems(teams: Sequence[tuple[int, ...]], grids: Sequence[Grid]) -> Iterable[str]:
+def placement_problems(groups: Sequence[tuple[int, ...]], grids: Sequence[Grid]) -> Iterable[str]:
     """Of the ranks written out for each stage."""
-    for stage, (team, grid) in enumerate(zip(teams, grids, strict=False)):
-        if len(team) != grid.size:
+    for stage, (ranks, grid) in enumerate(zip(groups, grids, strict=False)):
+        if len(ranks) != grid.size:
             yield (
-                f"stage {stage} is cut into {grid.size} parts ({grid}) but placed on {len(team)} "
-                f"ranks {team}; give one rank per part"
+                f"stage {stage} is cut into {grid.size} parts ({grid}) but placed on {len(ranks)} "
+                f"ranks {ranks}; give one rank per part"
             )
-        if len(set(team)) != len(team):
-            yield f"stage {stage} is placed on ranks {team}; give every part a rank of its own"
+        if len(set(ranks)) != len(ranks):
+            yield f"stage {stage} is placed on ranks {ranks}; give every part a rank of its own"

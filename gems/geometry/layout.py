@@ -1,30 +1,30 @@
-"""Which rank of a team has which part of a tensor: pure integers, axis by axis of the grid.
+"""Which rank of a spatial group has which box of a tensor: integers, axis by axis of the grid.
 
-A stage that is cut over a grid of ranks has, for every value, one span of cells per row and per
+A stage on a grid of tiles has, for every value, one span of cells per row and per
 column of the grid: the box of a rank is the product of its row's and its column's spans.
 
     grid (2, 2)      columns 0:3   3:5
-        rows 0:2          tile 0   tile 1        own: disjoint, together everything
+        rows 0:2          tile 0   tile 1        own: disjoint, and cover the tensor
              2:4          tile 2   tile 3        have: what a rank really holds, own and more
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from gems.geometry.box import Box, cuts
+from gems.geometry.box import Box, split_points
 from gems.geometry.window import Span, Window
 
-Spans = tuple[tuple[Span, ...], ...]  # axis of the grid -> place along it -> cells
+Spans = tuple[tuple[Span, ...], ...]  # axis of the grid -> position along it -> cells
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A cut tensor. `dims[k]` is the dim of the tensor that axis k of the grid cuts."""
+    """A cut tensor. `dims[k]` is the dim of the tensor that axis k of the grid split_points."""
 
     shape: tuple[int, ...]
     dims: tuple[int, ...]
@@ -62,7 +62,7 @@ class Layout:
     def follow(
         self, shape: Sequence[int], dims: Sequence[int], windows: Sequence[Window]
     ) -> Layout:
-        """The layout of what a layer makes of this tensor, cut where its windows suggest."""
+        """The layout of what a layer makes of this tensor, split where its windows suggest."""
         spans = []
         for mine, dim, window in zip(self.own, dims, windows, strict=True):
             length = shape[dim]
@@ -74,12 +74,23 @@ class Layout:
 
 
 def even(shape: Sequence[int], dims: Sequence[int], grid: Sequence[int]) -> Layout:
-    """A tensor cut into near-equal parts along `dims`."""
+    """A tensor split into near-equal tiles along `dims`."""
     spans = tuple(
-        tuple(itertools.pairwise(cuts(shape[dim], parts)))
+        tuple(itertools.pairwise(split_points(shape[dim], parts)))
         for dim, parts in zip(dims, grid, strict=True)
     )
     return Layout(tuple(shape), tuple(dims), spans, spans)
+
+
+def layout_like(shape: Sequence[int], layouts: Iterable[Layout]) -> Layout | None:
+    """The first of these layouts that also tiles a tensor of this shape."""
+    for layout in layouts:
+        if len(layout.shape) != len(shape):
+            continue
+        lengths = [layout.shape[d] for d in layout.dims]
+        if max(lengths) > 1 and lengths == [shape[d] for d in layout.dims]:
+            return Layout(tuple(shape), layout.dims, layout.own, layout.own)
+    return None
 
 
 def hull(a: Span, b: Span) -> Span:
@@ -115,10 +126,10 @@ def clipped(spans: Spans, layout: Layout) -> Spans:
 
 
 def around(layout: Layout, spans: Spans) -> Iterator[tuple[list[int], tuple[Box, ...]]]:
-    """What is read of an image that goes round, as boxes of it: how far each copy of the image is
-    away along the dims that are cut, and what every rank reads of that copy."""
-    for turns in itertools.product((0, -1, 1), repeat=len(layout.dims)):
-        moved = [turn * layout.shape[d] for turn, d in zip(turns, layout.dims, strict=True)]
+    """What is read of an image with a circular border, as boxes of it: the offset of each copy of
+    the image along the tiled dims, and what every rank reads of that copy."""
+    for wraps in itertools.product((0, -1, 1), repeat=len(layout.dims)):
+        moved = [wrap * layout.shape[d] for wrap, d in zip(wraps, layout.dims, strict=True)]
         shifted = tuple(
             tuple((a + move, b + move) for a, b in row)
             for row, move in zip(spans, moved, strict=True)
@@ -128,8 +139,8 @@ def around(layout: Layout, spans: Spans) -> Iterator[tuple[list[int], tuple[Box,
             yield moved, boxes
 
 
-def place(grid: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Where in the grid a rank is, row-major."""
+def coordinate(grid: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The row, column, ... of a rank in a grid, row-major."""
     found = []
     for axis in range(len(grid)):
         found.append(rank // prod(grid[axis + 1 :]) % grid[axis])

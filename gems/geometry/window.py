@@ -1,8 +1,8 @@
 """What a layer reads along one axis: outputs a..b need inputs lo..hi, whatever the layer.
 
-Every window answers two questions. `reads(a, b)`: which inputs do the outputs `a <= o < b` look at,
-where cells outside of the image mean its border. `follow(c)`: if the input is cut at c, where
-should the output be cut? Any answer is exact; a good one keeps most of what is read at home.
+`reads(a, b)` is the span of inputs that the outputs `a <= o < b` read, where cells outside of the
+image are its border. `follow(c)` is where to split the output if the input is split at c. Any split
+is exact; a good one keeps most of what is read on the same rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Window(Protocol):
         ...
 
     def follow(self, c: int) -> int:
-        """Where to cut the output if the input is cut at c; not yet limited to its length."""
+        """Where to split the output if the input is split at c; not yet limited to its length."""
         ...
 
 
@@ -59,7 +59,7 @@ class Slide:
         return self.stride * a - self.padding, self.stride * (b - 1) - self.padding + self.reach + 1
 
     def follow(self, c: int) -> int:
-        """The first output whose window's centre lies at or behind the cut."""
+        """The first output whose window's centre lies at or behind the split."""
         return -((1 - 2 * c - 2 * self.padding + self.reach) // (2 * self.stride))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from gems.errors import PlanError, short
-from gems.geometry.grid import MOST, halo_problems, team_problems, tile_problems, tiles_of
+from gems.geometry.grid import MOST, halo_problems, placement_problems, tile_problems, tiles_of
 from gems.plans.fields import (
     BIDIRECTIONAL,
     GRAD_SYNC,
@@ -171,7 +171,7 @@ def _placement_problems(plan: PlanFields) -> Iterable[str]:
     if len(row) != plan.depth:
         yield f"placement names {len(row)} ranks for {plan.depth} stages; give one each"
         return
-    yield from team_problems(row, plan.grids)
+    yield from placement_problems(row, plan.grids)
     if {rank for team in row for rank in team} != set(range(plan.ranks)):
         yield (
             f"placement {plan.placement} must use every rank from 0 to {plan.ranks - 1} "

@@ -135,13 +135,13 @@ def _exchange(rank: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     transport = TorchDist(leave=dist.destroy_process_group)
-    team, work, found = SpatialGroup((2,), (0, 1), rank, transport), torch.randn(512, 512), []
+    group, work, found = SpatialGroup((2,), (0, 1), rank, transport), torch.randn(512, 512), []
     for size in (SMALL, LARGE):
         mine, waits = torch.zeros(size, dtype=torch.uint8), 0.0
         for _ in range(EXCHANGES):
             torch.mm(work, work)
             start = perf_counter()
-            team.rows(mine)
+            group.all_gather(mine)
             waits += perf_counter() - start
         found.append(waits / EXCHANGES)
     if rank == 0:

@@ -30,7 +30,7 @@ class StridedForm:
 
     def unshard(self, shard: Tensor, group: SpatialGroup) -> Tensor:
         """The whole value. Collective: all ranks of the group must call it."""
-        flat = torch.cat(group.rows(shard))[: prod(self.lengths)]
+        flat = torch.cat(group.all_gather(shard))[: prod(self.lengths)]
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return flat.view(self.lengths).permute(back)
 

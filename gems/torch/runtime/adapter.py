@@ -38,10 +38,10 @@ from gems.torch.runtime.sampleless_buffers import Advance, free_buffers
 from gems.torch.runtime.split_backward import Entry, Ledger, receive, settle
 from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.validate import current, holder, reject_misplaced
-from gems.torch.spatial.cut_loss import TiledLoss, prepare
-from gems.torch.spatial.halo_stash import Slabs
-from gems.torch.spatial.partition import Bound
-from gems.torch.spatial.rule import Notes
+from gems.torch.spatial.saved_tiles import SavedTiles
+from gems.torch.spatial.tile import ForwardContext
+from gems.torch.spatial.tiled_loss import TiledLoss, prepare
+from gems.torch.spatial.tiled_stage import TiledStage
 from gems.torch.state.deferred_init import DeferredInit
 from gems.torch.state.grad_bucket import GradBucket
 from gems.torch.state.ownership import Ownership, reject_unordered
@@ -324,7 +324,7 @@ class TorchAdapter:
         reject_misplaced(found, self.owned, self.sharded_anywhere, self.unordered_anywhere)
         return found
 
-    def bound(self, cut: Cut, stage: int, team: tuple[int, ...]) -> Bound | None:
+    def bound(self, cut: Cut, stage: int, team: tuple[int, ...]) -> TiledStage | None:
         """This rank's place in a stage that is cut."""
         if stage not in cut.laid:
             return None
@@ -420,13 +420,13 @@ class TorchAdapter:
         return {name: tensor.detach() for name, tensor in results.items()}
 
     def _hold(
-        self, stage: int, i: int, kept: Kept, name: str, x: Tensor, bound: Bound | None
+        self, stage: int, i: int, kept: Kept, name: str, x: Tensor, bound: TiledStage | None
     ) -> None:
         """Keep what a stage received until it runs again: all of it, or a part if others of the
         team have the rest."""
         partitioned = self.plan.activations[stage].partitioned
         if bound is not None and partitioned and bound.box(name) is None:
-            kept.forms[name], x = shard_of(x, bound.team)
+            kept.forms[name], x = shard_of(x, bound.group)
         self.activation_bytes_of[stage, i] += self.size([x])
         kept.received[name] = x if kept.bundle is None else kept.bundle.pack(x, x._version)
 
@@ -438,7 +438,7 @@ class TorchAdapter:
         received = {name: unpacked(x) for name, x in kept.received.items()}
         for name, form in kept.forms.items():  # in one order on all ranks of a team
             assert bound is not None
-            received[name] = form.unshard(received[name], bound.team)
+            received[name] = form.unshard(received[name], bound.group)
         kept.received, kept.forms, kept.bundle = {}, {}, None
         norms = [module for module, _ in self._norms(stage, cut)]
         buffers = touched(cut.calls(stage), self.model)
@@ -456,10 +456,10 @@ class TorchAdapter:
         arguments = self._arguments(cut, stage, i, program, received, kept, bound)
         self.draws.at(self.step, i)
         bundle = kept.bundle if keeps else None
-        slabs = Slabs(self.weight_storages, bundle) if bound is not None and keeps else None
+        saved = SavedTiles(self.weight_storages, bundle) if bound is not None and keeps else None
         if isinstance(program, Stream):
             program.bundle = bundle
-        with self._around(bound, slabs, kept.page if keeps else None, bundle):
+        with self._around(bound, saved, kept.page if keeps else None, bundle):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage in self.shards:
@@ -478,7 +478,7 @@ class TorchAdapter:
                         "recorded, so none would come back for it; let forward compute it in the "
                         "same way for every sample, or give the model as a list of stages"
                     )
-            self._count(cut, stage, i, slabs)
+            self._count(cut, stage, i, saved)
             if stage in cut.streamed:
                 self.activation_bytes_of[stage, i] = self._kept_by_stream(cut, stage, results)
         return results
@@ -490,10 +490,10 @@ class TorchAdapter:
         ends = list(results.values()) if stage == self.plan.depth - 1 else []
         return sum(graph.value[n].bytes for n in names) + self.size(ends)
 
-    def _count(self, cut: Cut, stage: int, i: int, slabs: Slabs | None) -> None:
+    def _count(self, cut: Cut, stage: int, i: int, saved: SavedTiles | None) -> None:
         """What a micro-batch keeps from here on; of a cut stage, what was seen to be kept."""
         whole = cut.footprint(stage)
-        activations = whole.activations if slabs is None else slabs.bytes
+        activations = whole.activations if saved is None else saved.bytes
         self.activation_bytes_of[stage, i] = activations
         self.temporary_bytes_of[stage, i] = (
             round(whole.temporary * activations / whole.activations) if whole.activations else 0
@@ -502,25 +502,25 @@ class TorchAdapter:
     @contextmanager
     def _around(
         self,
-        bound: Bound | None,
-        slabs: Slabs | None,
+        bound: TiledStage | None,
+        saved: SavedTiles | None,
         page: list[Entry] | None,
         bundle: SavedTensors | None = None,
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and an eye on what is kept."""
-        notes = Notes() if bound is None else bound.memory
+        context = ForwardContext() if bound is None else bound.context
         with ExitStack() as stack:
             stack.enter_context(self._autocast())
-            if slabs is not None:
-                stack.enter_context(slabs.watching())
+            if saved is not None:
+                stack.enter_context(saved.hooks())
             elif bundle is not None:
                 stack.enter_context(bundle.hooks())
-            notes.now, self.ledger.bundle = slabs, bundle
-            self.ledger.page = notes.page = page
+            context.saved, self.ledger.bundle = saved, bundle
+            self.ledger.page = context.deferred = page
             try:
                 yield
             finally:
-                self.ledger.page = notes.page = notes.now = self.ledger.bundle = None
+                self.ledger.page = context.deferred = context.saved = self.ledger.bundle = None
 
     def _arguments(
         self,
@@ -530,7 +530,7 @@ class TorchAdapter:
         program: Program | Stream,
         received: dict[str, Tensor],
         kept: Kept,
-        bound: Bound | None,
+        bound: TiledStage | None,
     ) -> list[Tensor]:
         """The stage's inputs: the model's own, or what was received, ready for a gradient."""
         graph = cut.trace.graph
@@ -558,7 +558,7 @@ class TorchAdapter:
         return arguments
 
     def _arrive(
-        self, cut: Cut, i: int, results: dict[str, Tensor], kept: Kept, bound: Bound | None
+        self, cut: Cut, i: int, results: dict[str, Tensor], kept: Kept, bound: TiledStage | None
     ) -> None:
         """The last stage is through: the model's output, hence the loss or the prediction."""
         record = cut.trace.record
@@ -580,7 +580,7 @@ class TorchAdapter:
             raise ShapeError(f"loss must give one number, the mean over a micro-batch; got {shape}")
         kept.loss = loss
 
-    def _loss(self, cut: Cut, i: int, output: Any, bound: Bound | None) -> Any:
+    def _loss(self, cut: Cut, i: int, output: Any, bound: TiledStage | None) -> Any:
         assert self.loss is not None
         target = self.batch.targets[i]
         if bound is not None and i in self.cut_losses:
@@ -635,11 +635,11 @@ class TorchAdapter:
         if bound is None or stage == self.plan.depth - 1:
             return
         wanted = [n for n in cut.sent(stage) if cut.trace.graph.value[n].grad]
-        unseen = [n for n in wanted if bound.somewhere_empty(n)]
+        unseen = [n for n in wanted if bound.has_empty_tile(n)]
         if not unseen:
             return
         seen = [float(n in summed and summed[n].numel() > 0) for n in unseen]
-        counts = bound.team.total(torch.tensor(seen, device=self.device)).tolist()
+        counts = bound.group.all_reduce(torch.tensor(seen, device=self.device)).tolist()
         for name, count in zip(unseen, counts, strict=True):
             if not count:
                 summed.pop(name, None)
@@ -665,8 +665,8 @@ class TorchAdapter:
         bound = self.bound(cut, stage, self.plan.spatial_group_for(stage, i))
 
         def around() -> AbstractContextManager[None]:
-            slabs = None if bound is None else Slabs(self.weight_storages)
-            return self._around(bound, slabs, page)
+            saved = None if bound is None else SavedTiles(self.weight_storages)
+            return self._around(bound, saved, page)
 
         self.again.around = around
         try:

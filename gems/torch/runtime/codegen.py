@@ -25,7 +25,7 @@ from gems.torch.runtime.strides import restrided
 from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
 
 if TYPE_CHECKING:
-    from gems.torch.spatial.partition import Bound
+    from gems.torch.spatial.tiled_stage import TiledStage
 
 Group = Callable[[Sequence[Call], tuple[str, ...], str], None]
 Deferral = Callable[[nn.Module], Callable[..., Any] | None]
@@ -50,7 +50,7 @@ def write(
     deferral: Deferral | None = None,
     instead: Mapping[str, Callable[..., Any]] | None = None,
     again: tuple[Again, Mapping[str, int]] | None = None,
-    cut: Bound | None = None,
+    cut: TiledStage | None = None,
 ) -> Program:
     """Compile `calls` into a function that gives `outputs`.
 
@@ -82,7 +82,7 @@ class _Writer:
         deferral: Deferral | None,
         instead: Mapping[str, Callable[..., Any]],
         again: tuple[Again, Mapping[str, int]],
-        cut: Bound | None,
+        cut: TiledStage | None,
     ) -> None:
         self.cut = cut
         self.record, self.model, self.instead = record, model, instead
@@ -179,7 +179,7 @@ class _Writer:
             tuple(n in changed for n in inputs),
             tuple(self.record.values[n].grad for n in wanted),
             touched(run, self.model),
-            None if self.cut is None else self.cut.team,
+            None if self.cut is None else self.cut.group,
             tuple(self.cut is not None and self.cut.box(n) is None for n in inputs),
             self.device,
         )

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.errors import ShapeError
-from gems.geometry.box import Box, cuts
+from gems.geometry.box import Box, split_points
 
 Tensor = torch.Tensor
 
@@ -125,7 +125,7 @@ def split(inputs: Any, targets: Any, micro_batches: int, batch_dim: Any = None) 
             f"got {describe(inputs) or type(inputs).__name__}"
         )
     samples = lengths.pop()
-    spans = list(pairwise(cuts(samples, micro_batches)))
+    spans = list(pairwise(split_points(samples, micro_batches)))
     one = batch_dim is None and sum(a < b for a, b in spans) == 1  # nothing needs to be cut
     if targets is None or one:
         parts = [targets if a < b else None for a, b in spans]
@@ -190,10 +190,10 @@ def _entries(x: Any, samples: int, at: str) -> Cutter:
 
 
 def _each(x: Any, samples: int, told: Callable[[Any], Any], at: str) -> Cutter:
-    cuts = {key: _cutter(x[key], samples, told(key), f"{at}[{key!r}]") for key in _keys(x)}
+    split_points = {key: _cutter(x[key], samples, told(key), f"{at}[{key!r}]") for key in _keys(x)}
 
     def cut(start: int, stop: int) -> Any:
-        found = {key: one(start, stop) for key, one in cuts.items()}
+        found = {key: one(start, stop) for key, one in split_points.items()}
         if isinstance(x, dict):
             return type(x)(found) if type(x) is not dict else found
         if hasattr(x, "_fields"):  # a named tuple

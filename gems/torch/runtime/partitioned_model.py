@@ -25,19 +25,18 @@ from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.reshard import Transfer, whole
 from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.streaming import Stream
-from gems.torch.spatial.cut_loss import TiledLoss
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import (
-    Bound,
-    Laid,
-    Uncuttable,
-    bind,
+    CallNotTileable,
+    StageLayout,
     cheapest,
     lay_out,
-    lay_out_alone,
     spatial_dims,
     traffic,
 )
+from gems.torch.spatial.patches import lay_out_patches
+from gems.torch.spatial.tiled_loss import TiledLoss
+from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tracing.calls import Call
 from gems.torch.tracing.trace import Trace
 from gems.transport.protocol import Transport
@@ -57,10 +56,10 @@ class Cut:
     machine: Machine
     crossing: dict[tuple[int, int], tuple[str, ...]]
     blocks: list[list[int]]
-    laid: dict[int, Laid] = field(default_factory=dict)  # stages that are cut into boxes
-    streamed: dict[int, Laid] = field(default_factory=dict)  # stages cut into blocks in time
+    laid: dict[int, StageLayout] = field(default_factory=dict)  # stages that are cut into boxes
+    streamed: dict[int, StageLayout] = field(default_factory=dict)  # stages cut into blocks in time
     streams: dict[int, Stream] = field(default_factory=dict)
-    bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
+    bound: dict[tuple[int, ...], TiledStage] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     footprints: dict[int, Footprint] = field(default_factory=dict)
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
@@ -145,7 +144,7 @@ class Cut:
         read += [n for n in self.sent(stage) if n not in made]
         return list(dict.fromkeys(read))
 
-    def _lay_out_blocks(self, stage: int, blocks: tuple[int, ...]) -> Laid:
+    def _lay_out_blocks(self, stage: int, blocks: tuple[int, ...]) -> StageLayout:
         """A stage over blocks in time, each from its box of what enters."""
         calls, shown = self.calls(stage), Grid(tiles=blocks)
         entering = {}
@@ -160,11 +159,11 @@ class Cut:
             )
         try:
             sent = self.sent(stage)
-            return lay_out_alone(self.trace.record, self.model, calls, entering, self.draws, sent)
-        except Uncuttable as error:
+            return lay_out_patches(self.trace.record, self.model, calls, entering, self.draws, sent)
+        except CallNotTileable as error:
             raise PlanError(self._stream_refusal(stage, shown, error)) from error
 
-    def _stream_refusal(self, stage: int, shown: Grid, error: Uncuttable) -> str:
+    def _stream_refusal(self, stage: int, shown: Grid, error: CallNotTileable) -> str:
         names = [call.name for call in self.calls(stage)]
         at = names.index(error.call.name)
         before = f"let stage {stage} end at {names[at - 1]}" if at else "let fewer stages stream"
@@ -174,12 +173,12 @@ class Cut:
             f"{norm * bool(error.call.norms)} {before}"
         )
 
-    def _lay_out(self, stage: int, grid: Grid) -> Laid:
+    def _lay_out(self, stage: int, grid: Grid) -> StageLayout:
         calls = self.calls(stage)
         read = self._read(stage)
         entering = {n: x for n in read if (x := self._entering(n, grid)) is not None}
 
-        def make(fused: int) -> Laid:
+        def make(fused: int) -> StageLayout:
             return lay_out(self.trace.record, self.model, calls, entering, self.draws, fused=fused)
 
         try:
@@ -188,10 +187,10 @@ class Cut:
             return (
                 make(self.plan.fused_layers) if self.plan.fused_layers else self._best(stage, make)
             )
-        except Uncuttable as error:
+        except CallNotTileable as error:
             raise PlanError(self._refusal(stage, grid, error)) from error
 
-    def _best(self, stage: int, make: Any) -> Laid:
+    def _best(self, stage: int, make: Any) -> StageLayout:
         """Layers fetch together while the messages saved cost more than the work done twice."""
         device = self.machine.device
         link = self.machine.slowest(self.plan.spatial_group_of(stage, 0))
@@ -199,10 +198,10 @@ class Cut:
         graph = self.trace.graph
         size = ITEMSIZE[graph.value[graph.inputs[0]].dtype]
 
-        def price(laid: Laid) -> float:
+        def price(laid: StageLayout) -> float:
             """Seconds of the busiest rank: strips there and back, and what is computed again,
             once forward and twice as much backward."""
-            sent = traffic(laid.fetches())
+            sent = traffic(laid.exchanges())
             strips = max((m * link.latency + n * size / link.bandwidth for m, n in sent), default=0)
             tiles = max((prod(x.grid) for x in laid.layouts.values()), default=1)
             again = sum(
@@ -243,7 +242,7 @@ class Cut:
             return None
         return next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
 
-    def _refusal(self, stage: int, grid: Grid, error: Uncuttable) -> str:
+    def _refusal(self, stage: int, grid: Grid, error: CallNotTileable) -> str:
         names = [call.name for call in self.calls(stage)]
         at = names.index(error.call.name)
         before = (
@@ -257,7 +256,9 @@ class Cut:
             f"not known. Cut fewer layers: {before}"
         )
 
-    def bind(self, stage: int, team: tuple[int, ...], rank: int, transport: Transport) -> Bound:
+    def bind(
+        self, stage: int, team: tuple[int, ...], rank: int, transport: Transport
+    ) -> TiledStage:
         """A cut stage on one rank of one of its teams."""
         key = (stage, *team)
         if key not in self.bound:
@@ -296,7 +297,7 @@ class Cut:
         return self.transfers[key]
 
 
-def _log_gathered(stage: int, grid: Grid, laid: Laid) -> None:
+def _log_gathered(stage: int, grid: Grid, laid: StageLayout) -> None:
     """Calls without a layer rule cost every rank their whole inputs; who reads the log may end the
     spatial stages before them."""
     if not (lines := laid.gathered()):

@@ -35,9 +35,11 @@ from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.split_backward import receive
 from gems.torch.runtime.strides import strided
 from gems.torch.spatial.group import SpatialGroup
-from gems.torch.spatial.halo_stash import Slabs
-from gems.torch.spatial.partition import Bound, Laid, bind, one_part
-from gems.torch.spatial.rule import Run
+from gems.torch.spatial.op import Run
+from gems.torch.spatial.partition import StageLayout
+from gems.torch.spatial.patches import one_patch
+from gems.torch.spatial.saved_tiles import SavedTiles
+from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tracing.calls import Call, Record
 from gems.torch.tracing.op_meter import storage_of
 from gems.transport.protocol import Work
@@ -47,19 +49,19 @@ KNOWN = 2048  # calls of all blocks that a stage remembers, of some 3 KB each
 
 
 class Alone(SpatialGroup):
-    """A team of one block, which has nobody to ask."""
+    """A spatial group of one patch, without neighbours."""
 
-    def post(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
+    def irecv(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
         raise AssertionError("a block that is computed by itself cannot ask another one")
 
-    def send(self, member: int, parts: Sequence[Tensor]) -> Work:
+    def isend(self, member: int, parts: Sequence[Tensor]) -> Work:
         raise AssertionError("a block that is computed by itself cannot tell another one")
 
-    def total(self, mine: Tensor) -> Tensor:
+    def all_reduce(self, mine: Tensor) -> Tensor:
         """A summand: who asks adds them up."""
         return mine
 
-    def rows(self, mine: Tensor) -> list[Tensor]:
+    def all_gather(self, mine: Tensor) -> list[Tensor]:
         raise AssertionError("a block that is computed by itself does not know the others")
 
 
@@ -67,7 +69,7 @@ class Alone(SpatialGroup):
 class Block:
     """One block: what to call, the boxes of the inputs that it reads, its part of each output."""
 
-    bound: Bound
+    bound: TiledStage
     reads: Mapping[str, Box | None]  # None: all of it
     parts: Mapping[str, tuple[Box, tuple[slice, ...]]]  # output -> its place, and where it is here
 
@@ -85,7 +87,7 @@ class Stream:
         model: nn.Module,
         calls: Sequence[Call],
         outputs: Sequence[str],
-        laid: Laid,
+        laid: StageLayout,
         draws: Draws,
         *,
         device: torch.device,
@@ -102,7 +104,7 @@ class Stream:
         self.changed = {n for call in calls for n in call.overwrites}
         self.grid = next(iter(laid.layouts.values())).grid
         self.known: list[Block] = []
-        self.now: Bound | None = None
+        self.now: TiledStage | None = None
         self.bundle: SavedTensors | None = (
             None  # of the forward under way, if its inputs are put away
         )
@@ -141,7 +143,7 @@ class Stream:
         }
         added = {name: part for name, part in whole.items() if name in self.laid.added}
         for place in itertools.product(*map(range, self.grid)):
-            laid = one_part(self.laid, place)
+            laid = one_patch(self.laid, place)
             parts: dict[str, Any] = dict(whole)
             for name in self.outputs:
                 if (layout := laid.layouts.get(name)) is not None:
@@ -238,20 +240,20 @@ class _Back:
 
     def through(self, block: Block) -> None:
         """Compute a block again, and go back through it; nothing of it is left."""
-        stream, memory = self.stream, block.bound.memory
-        memory.now = slabs = Slabs(self.storages)
-        with stream.around(), torch.enable_grad(), slabs.watching():
+        stream, context = self.stream, block.bound.context
+        context.saved = saved = SavedTiles(self.storages)
+        with stream.around(), torch.enable_grad(), saved.hooks():
             results = stream.compute(
                 block, [self._given(block, k) for k in range(len(self.inputs))]
             )
-        memory.now = None
+        context.saved = None
         pairs = [
             (get_gradient_edge(x), self.gradients[name][block.parts[name][0].slices()])
             for name, x in results.items()
             if name in self.gradients and x.requires_grad
         ]
         del results
-        self.most = max(self.most, slabs.bytes + self.resident)
+        self.most = max(self.most, saved.bytes + self.resident)
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
 

@@ -12,7 +12,8 @@ from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
 from gems.model.graph import ITEMSIZE, Graph
 from gems.torch.runtime.rng import Draws
-from gems.torch.spatial.partition import Laid, Uncuttable, ends, lay_out, unstreamable
+from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
+from gems.torch.spatial.patches import ends, unstreamable
 from gems.torch.tracing.trace import Trace
 
 NUMBER = 4  # bytes of a number in a sum of statistics
@@ -66,7 +67,7 @@ def _blocks(traced: Trace) -> dict[str, int]:
     return {call.name: i for i in count for call in traced.calls(i)}
 
 
-def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[Laid, str | None]:
+def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[StageLayout, str | None]:
     """The calls laid out over two tiles, as far as they can be, and the first that cannot."""
     record, draws = traced.record, Draws(0, torch.device("cpu"))
     entering: dict[str, Layout] = {}
@@ -78,23 +79,23 @@ def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[Laid, str | None]:
     while True:
         try:
             return lay_out(record, model, calls, entering, draws, gathers=False), stop
-        except Uncuttable as error:
+        except CallNotTileable as error:
             stop = error.call.name
             calls = calls[: calls.index(error.call)]
 
 
-def _ends(laid: Laid, at: int) -> bool:
+def _ends(laid: StageLayout, at: int) -> bool:
     """Whether parts of the image may end with this call, and so with its block."""
     return ends(laid.calls[at], laid.rules[at])
 
 
-def _fetched(laid: Laid, at: int) -> tuple[int, float]:
+def _fetched(laid: StageLayout, at: int) -> tuple[int, float]:
     """Bytes that two tiles send each other so that a call can run, and what it reads around its
     outputs, as a part of the image."""
     sent, around = 0, 0.0
-    for name, (have, pieces) in laid.fetches_of(at).items():
+    for name, (have, pieces) in laid.exchanges_of(at).items():
         moved = (m.box.size for want in pieces for m in moves(have, want) if m.source != m.target)
         cells = sum(moved)
-        sent += cells * ITEMSIZE[laid.asks[at].values[name].dtype]
+        sent += cells * ITEMSIZE[laid.ops[at].values[name].dtype]
         around = max(around, cells / sum(box.size for box in have))
     return sent, around

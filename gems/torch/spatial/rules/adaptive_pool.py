@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from gems.geometry.box import Box
-from gems.torch.spatial.group import Total
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule
-from gems.torch.spatial.rules.reductions import together
-from gems.torch.spatial.rules.reshape import fetched
+from gems.torch.spatial.group import AllReduce
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, rule, unchanged
+from gems.torch.spatial.rules.reductions import all_reduced
+from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
 
@@ -34,37 +35,37 @@ ADAPTIVE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_av
     [f"adaptive_avg_pool{n}d" for n in (1, 2, 3)],
     (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
 )
-def adaptive_average(ask: Ask) -> Rule:
+def adaptive_average(op: Op) -> Rule:
     """Each rank adds what its cells give to every window; the mean of all is the sum of parts."""
-    a = ask.named(_adaptive, ("output_size",))
-    x, layout = a["input"], ask.primary(a["input"])
-    shape = ask.shape(ask.out)
+    a = op.named(_adaptive, ("output_size",))
+    x, layout = a["input"], op.primary(a["input"])
+    shape = op.shape(op.out)
     if 0 in layout.dims:
-        return fetched(ask, x, layout.dims)
+        return unchanged(op, x)
     if 1 in layout.dims or len(shape) < 3:
         raise NotTileable("takes an input without samples or channels")
-    return averaged(ask, x, lambda work: lambda site: site.named(_adaptive, work, "output_size"))
+    return averaged(op, x, lambda work: lambda tile: tile.named(_adaptive, work, "output_size"))
 
 
 Work = Callable[[dict[str, Any]], Tensor]
 
 
-def averaged(ask: Ask, x: Any, called: Callable[[Work], Callable[[Site], Run]]) -> Rule:
+def averaged(op: Op, x: Any, called: Callable[[Work], Callable[[Tile], Run]]) -> Rule:
     """The means of windows that cover the image, as many as the result has cells; `called` makes
     what to call of a function of the arguments by name."""
-    layout, shape = ask.primary(x), ask.shape(ask.out)
+    layout, shape = op.primary(x), op.shape(op.out)
     if 0 in layout.dims:
-        return fetched(ask, x, layout.dims)
+        return unchanged(op, x)
     count = len(shape) - 2
 
-    def bind(site: Site) -> Run:
-        fetch, own = site.fetch(x, None), site.own(x.name)
+    def bind(tile: Tile) -> Run:
+        with_halo, own = tile.with_halo(x), tile.own(x.name)
         shares = {d: _shares(layout.shape[d], shape[d], own, d) for d in layout.dims}
         rest = [None if 2 + d in layout.dims else shape[2 + d] for d in range(count)]
         native = any(n is not None and n != layout.shape[2 + d] for d, n in enumerate(rest))
 
         def work(a: dict[str, Any]) -> Tensor:
-            t = fetch(a["input"])
+            t = with_halo(a["input"])
             for dim, share in shares.items():
                 if shape[dim] == 1:
                     t = t.sum(dim, keepdim=True) / layout.shape[dim]
@@ -73,11 +74,11 @@ def averaged(ask: Ask, x: Any, called: Callable[[Work], Callable[[Site], Run]]) 
             if native:
                 kept = [t.shape[2 + d] if n is None else n for d, n in enumerate(rest)]
                 t = ADAPTIVE[count](t, kept)
-            return Total.apply(t, site.team)  # type: ignore[no-any-return]
+            return AllReduce.apply(t, tile.group)  # type: ignore[no-any-return]
 
-        return called(work)(site)
+        return called(work)(tile)
 
-    return together(ask, bind, adds=True)
+    return all_reduced(op, bind, additive=True)
 
 
 def _shares(length: int, outputs: int, own: Box, dim: int) -> Tensor:
@@ -98,34 +99,34 @@ MAXIMA = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_
     [f"adaptive_max_pool{n}d{kind}" for n in (1, 2, 3) for kind in ("", "_with_indices")],
     (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
-def adaptive_maximum(ask: Ask) -> Rule:
+def adaptive_maximum(op: Op) -> Rule:
     """The largest cell of each window; of equal ones the first of the image, as ATen has it."""
-    a = ask.named(_adaptive, ("output_size", "return_indices"))
-    x, layout = a["input"], ask.primary(a["input"])
-    shape = ask.shape(ask.call.writes[0])
+    a = op.named(_adaptive, ("output_size", "return_indices"))
+    x, layout = a["input"], op.primary(a["input"])
+    shape = op.shape(op.call.writes[0])
     if 0 in layout.dims:
-        return fetched(ask, x, layout.dims)
+        return unchanged(op, x)
     lengths = layout.shape[2:]
-    indices = len(ask.call.writes) > 1
+    indices = len(op.call.writes) > 1
 
-    def bind(site: Site) -> Run:
-        fetch, own = site.fetch(x, None), site.own(x.name)
+    def bind(tile: Tile) -> Run:
+        with_halo, own = tile.with_halo(x), tile.own(x.name)
 
         def work(a: dict[str, Any]) -> Any:
-            t = fetch(a["input"])
+            t = with_halo(a["input"])
             values, places = [], []
             for cell in itertools.product(*map(range, shape[2:])):
                 v, p = _first_most(t, own, cell, shape[2:], lengths)
                 values.append(v)
                 places.append(p)
             value, at = torch.stack(values, -1), torch.stack(places, -1)
-            y, where = _winner(value, at, site)
+            y, where = _winner(value, at, tile)
             y, where = y.view(shape), where.view(shape)
             return (y, where) if indices else y
 
-        return site.named(_adaptive, work, "output_size", "return_indices")
+        return tile.named(_adaptive, work, "output_size", "return_indices")
 
-    return together(ask, bind)
+    return all_reduced(op, bind)
 
 
 def _first_most(
@@ -147,12 +148,12 @@ def _first_most(
     return value.flatten(1), at.flatten(1)
 
 
-def _winner(value: Tensor, at: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+def _winner(value: Tensor, at: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        values = torch.stack(site.team.rows(value.detach().contiguous()))
-        places = torch.stack(site.team.rows(at.contiguous()))
+        values = torch.stack(tile.group.all_gather(value.detach().contiguous()))
+        places = torch.stack(tile.group.all_gather(at.contiguous()))
         best = values.amax(0)
         last = torch.iinfo(places.dtype).max
         where = torch.where(values == best, places, last).amin(0)
         mine = (value == best) & (at == where)
-    return Total.apply(torch.where(mine, value, 0.0), site.team), where
+    return AllReduce.apply(torch.where(mine, value, 0.0), tile.group), where

@@ -9,8 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.geometry.layout import Layout
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
-from gems.torch.spatial.rules.reshape import fetched
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, rule, same, unchanged
+from gems.torch.spatial.tile import Tile
 from gems.torch.tracing.calls import Ref, is_placeholder
 
 Tensor = torch.Tensor
@@ -20,74 +21,74 @@ def _cat(tensors: Any, dim: int = 0, axis: Any = None) -> None: ...
 
 
 @rule(("cat", "concat", "concatenate"))
-def concatenate(ask: Ask) -> Rule:
-    """Along a dim that is not cut; parts that are cut differently are brought in line first."""
-    a = ask.named(_cat)
-    dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(ask.shape(ask.out))
-    first = _alike(ask, a["tensors"])
+def concatenate(op: Op) -> Rule:
+    """Along a dim that is not tiled; parts that are tiled differently are brought in line first."""
+    a = op.named(_cat)
+    dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(op.shape(op.out))
+    first = _alike(op, a["tensors"])
     if dim in first.dims:
-        raise NotTileable(f"joins tensors along dim {dim}, which is cut")
-    return _joined_along(ask, first, first.dims)
+        raise NotTileable(f"joins tensors along dim {dim}, which is tiled")
+    return _joined_along(op, first, first.dims)
 
 
 @rule(("stack",))
-def stack(ask: Ask) -> Rule:
-    a = ask.named(_cat)
-    shape = ask.shape(ask.out)
+def stack(op: Op) -> Rule:
+    a = op.named(_cat)
+    shape = op.shape(op.out)
     dim = (a["dim"] if a["axis"] is None else a["axis"]) % len(shape)
-    first = _alike(ask, a["tensors"])
-    return _joined_along(ask, first, [d + (d >= dim) for d in first.dims])
+    first = _alike(op, a["tensors"])
+    return _joined_along(op, first, [d + (d >= dim) for d in first.dims])
 
 
-def _alike(ask: Ask, tensors: Any) -> Layout:
-    """The first cut one of some tensors; all that are cut must be so along the same dims."""
-    first = ask.layouts[ask.cut[0]]
+def _alike(op: Op, tensors: Any) -> Layout:
+    """The first tiled one of some tensors; all that are tiled must be so along the same dims."""
+    first = op.layouts[op.tiled[0]]
     for place in pytree.tree_leaves(tensors, is_leaf=is_placeholder):
-        layout = ask.layout(place)
+        layout = op.layout(place)
         if layout is not None and layout.dims != first.dims:
             raise NotTileable(
-                f"joins tensors that are cut along different dims, {layout.shape} along "
+                f"joins tensors that are tiled along different dims, {layout.shape} along "
                 f"{layout.dims} and {first.shape} along {first.dims}"
             )
-        if layout is None and len(ask.whole(place)) != len(first.shape):
-            raise NotTileable(f"joins {first.shape} with {ask.whole(place)}, which has other dims")
+        if layout is None and len(op.shape(place)) != len(first.shape):
+            raise NotTileable(f"joins {first.shape} with {op.shape(place)}, which has other dims")
     return first
 
 
-def _joined_along(ask: Ask, first: Layout, dims: Sequence[int]) -> Rule:
+def _joined_along(op: Op, first: Layout, dims: Sequence[int]) -> Rule:
     windows = same(first)
 
-    def bind(site: Site) -> Run:
-        out = site.out()
+    def bind(tile: Tile) -> Run:
+        out = tile.out()
         here = {d: slice(out.start[o], out.stop[o]) for d, o in zip(first.dims, dims, strict=True)}
 
         def change(place: Any) -> Callable[[Tensor], Tensor]:
-            if isinstance(place, Ref) and place.name in ask.cut:
-                return site.fetch(place, None)
+            if isinstance(place, Ref) and place.name in op.tiled:
+                return tile.with_halo(place)
             box = tuple(here.get(d, slice(None)) for d in range(len(first.shape)))
             return lambda t: t[box]
 
-        return site.mapped(site.original, change)
+        return tile.mapped(tile.original, change)
 
-    outs = {ask.out: first.follow(ask.shape(ask.out), dims, windows)}
-    return Rule(outs, dict.fromkeys(ask.cut, windows), bind)
+    outs = {op.out: first.follow(op.shape(op.out), dims, windows)}
+    return Rule(outs, dict.fromkeys(op.tiled, windows), bind)
 
 
 def _pieces(input: Any, count: Any = None, dim: int = 0, **kwargs: Any) -> None: ...
 
 
 @rule(("chunk", "split", "split_with_sizes", "tensor_split", "unbind"))
-def pieces(ask: Ask) -> Rule:
-    """Apart again, along a dim that is not cut."""
-    if ask.name == "unbind":
-        args = (*ask.call.args, *ask.call.kwargs.values())
+def pieces(op: Op) -> Rule:
+    """Apart again, along a dim that is not tiled."""
+    if op.name == "unbind":
+        args = (*op.call.args, *op.call.kwargs.values())
         x, dim = args[0], args[1] if len(args) > 1 else 0
     else:
-        a = ask.named(_pieces)
+        a = op.named(_pieces)
         x, dim = a["input"], a["dim"]
-    layout = ask.primary(x)
+    layout = op.primary(x)
     dim %= len(layout.shape)
     if dim in layout.dims:
-        raise NotTileable(f"takes a tensor apart along dim {dim}, which is cut")
-    gone = ask.name == "unbind"
-    return fetched(ask, x, [d - (gone and d > dim) for d in layout.dims])
+        raise NotTileable(f"takes a tensor apart along dim {dim}, which is tiled")
+    gone = op.name == "unbind"
+    return unchanged(op, x, [d - (gone and d > dim) for d in layout.dims])

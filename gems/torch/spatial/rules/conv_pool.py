@@ -13,9 +13,11 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Slide, Spread, Window
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule
-from gems.torch.spatial.rules.overlap_conv import Kernel, apart
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, one_input, rule, rule_of
+from gems.torch.spatial.rules.overlap_conv import Kernel, overlapped
 from gems.torch.spatial.rules.padding import Bent, bordered
+from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -34,7 +36,7 @@ def spread_out(x: Any, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Frame:
-    """The spatial dims of a layer's input: which are cut, and by which axis of the grid."""
+    """The spatial dims of a layer's input: which are tiled, and by which axis of the grid."""
 
     layout: Layout
     count: int  # spatial dims
@@ -47,8 +49,8 @@ class Frame:
         dim = self.first + spatial
         return self.layout.dims.index(dim) if dim in self.layout.dims else None
 
-    def uncut(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Settings for the dims that are whole here; 0 for those that a slab takes care of."""
+    def untiled(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Settings for the dims that are whole here; 0 for those that a padded takes care of."""
         return tuple(n if self.axis(d) is None else 0 for d, n in enumerate(numbers))
 
     def windows(self, each: Callable[[int], Window]) -> tuple[Window, ...]:
@@ -81,12 +83,12 @@ CONV = ("weight", "bias", "stride", "padding", "dilation", "groups", "padding_mo
 
 
 @rule(("conv1d", "conv2d", "conv3d"), (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-def convolution(ask: Ask) -> Rule:
-    a = ask.named(_conv, CONV)
-    layout = ask.primary(a["input"])
-    count = len(ask.shape(ask.out)) - 2
+def convolution(op: Op) -> Rule:
+    a = op.named(_conv, CONV)
+    layout = op.primary(a["input"])
+    count = len(op.shape(op.out)) - 2
     frame = batched(layout, count)
-    kernel = _weight_shape(ask, a["weight"])[2:]
+    kernel = op.shape(a["weight"])[2:]
     stride, dilation = spread_out(a["stride"], count), spread_out(a["dilation"], count)
     before, after = _paddings(a["padding"], kernel, dilation)
     mode = "constant" if a["padding_mode"] == "zeros" else a["padding_mode"]
@@ -98,39 +100,32 @@ def convolution(ask: Ask) -> Rule:
 
     windows = frame.windows(window)
     native = before == after and mode == "constant"
-    around = zip(frame.uncut(before), frame.uncut(after), strict=True)
+    around = zip(frame.untiled(before), frame.untiled(after), strict=True)
     pads = [n for pair in reversed(list(around)) for n in pair]
     x = a["input"]
 
-    def run(slab: Tensor, a: dict[str, Any]) -> Tensor:
-        """On a slab that brings its own border along the cut dims."""
-        padding = frame.uncut(before)
+    def run(padded: Tensor, a: dict[str, Any]) -> Tensor:
+        """On a padded that brings its own border along the tiled dims."""
+        padding = frame.untiled(before)
         if not native:
-            slab, padding = F.pad(slab, pads, mode=mode) if any(pads) else slab, (0,) * count
+            padded, padding = F.pad(padded, pads, mode=mode) if any(pads) else padded, (0,) * count
         convolve = CONVOLUTIONS[count]
-        return convolve(slab, a["weight"], a["bias"], stride, padding, dilation, a["groups"])
+        return convolve(padded, a["weight"], a["bias"], stride, padding, dilation, a["groups"])
 
-    def bind(site: Site) -> Run:
-        kernel = Kernel(stride, frame.uncut(before), dilation, a["groups"])
-        parted = apart(site, x.name, windows, kernel) if native else None
-        if parted is not None:
-            return site.named(_conv, lambda a: parted(a["input"], a["weight"], a["bias"]), *CONV)
-        fetch, empty = bordered(site, x, mode), site.out().empty
+    def bind(tile: Tile) -> Run:
+        kernel = Kernel(stride, frame.untiled(before), dilation, a["groups"])
+        overlap = overlapped(tile, x.name, windows, kernel) if native else None
+        if overlap is not None:
+            return tile.named(_conv, lambda a: overlap(a["input"], a["weight"], a["bias"]), *CONV)
+        with_halo, empty = bordered(tile, x, mode), tile.out().empty
 
         def work(a: dict[str, Any]) -> Tensor:
-            slab = fetch(a["input"])
-            return site.nothing(slab, a["weight"], a["bias"]) if empty else run(slab, a)
+            padded = with_halo(a["input"])
+            return tile.nothing(padded, a["weight"], a["bias"]) if empty else run(padded, a)
 
-        return site.named(_conv, work, *CONV)
+        return tile.named(_conv, work, *CONV)
 
-    outs = {ask.out: layout.follow(ask.shape(ask.out), layout.dims, windows)}
-    return Rule(outs, {x.name: windows}, bind, circular=mode == "circular")
-
-
-def _weight_shape(ask: Ask, weight: Any) -> tuple[int, ...]:
-    if ask.module is not None:
-        return tuple(weight.shape)
-    return ask.whole(weight)
+    return one_input(op, x, bind, windows, circular=mode == "circular")
 
 
 def _paddings(
@@ -159,14 +154,14 @@ TRANSPOSE = ("weight", "bias", "stride", "padding", "output_padding", "groups", 
     ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-def transposed_convolution(ask: Ask) -> Rule:
+def transposed_convolution(op: Op) -> Rule:
     """Run on what reaches this rank's outputs, without padding; then crop, or extend by zeros."""
-    a = ask.named(_transposed, TRANSPOSE)
-    x, layout = a["input"], ask.primary(a["input"])
-    shape = ask.shape(ask.out)
+    a = op.named(_transposed, TRANSPOSE)
+    x, layout = a["input"], op.primary(a["input"])
+    shape = op.shape(op.out)
     count = len(shape) - 2
     frame = batched(layout, count)
-    kernel = _weight_shape(ask, a["weight"])[2:]
+    kernel = op.shape(a["weight"])[2:]
     stride, dilation = spread_out(a["stride"], count), spread_out(a["dilation"], count)
     padding = spread_out(a["padding"], count)
     spreads = [Spread(kernel[d], stride[d], padding[d], dilation[d]) for d in range(count)]
@@ -175,9 +170,9 @@ def transposed_convolution(ask: Ask) -> Rule:
     lengths = zip(spreads, padding, shape[2:], frame.lengths(), strict=True)
     extra = [m - spread.writes(0, n)[1] + p for spread, p, m, n in lengths]
 
-    def bind(site: Site) -> Run:
-        fetch = site.fetch(x, None)
-        out, read = site.out(), site.wanted(x.name)
+    def bind(tile: Tile) -> Run:
+        with_halo = tile.with_halo(x)
+        out, read = tile.out(), tile.wanted(x.name)
         pads = []
         for d in reversed(range(count)):
             dim = frame.first + d
@@ -189,20 +184,20 @@ def transposed_convolution(ask: Ask) -> Rule:
         run = TRANSPOSED[count]
 
         def work(a: dict[str, Any]) -> Tensor:
-            part, weight, bias = fetch(a["input"]), a["weight"], a["bias"]
+            part, weight, bias = with_halo(a["input"]), a["weight"], a["bias"]
             if out.empty or read.empty:
-                y = site.nothing(part, weight, bias)
+                y = tile.nothing(part, weight, bias)
             else:
                 y = run(
-                    part, weight, None, stride, frame.uncut(padding), frame.uncut(extra),
+                    part, weight, None, stride, frame.untiled(padding), frame.untiled(extra),
                     a["groups"], dilation,
                 )  # fmt: skip
                 y = F.pad(y, pads) if any(pads) else y
             return y if bias is None else y + bias.view(-1, *(1,) * count)
 
-        return site.named(_transposed, work, *TRANSPOSE)
+        return tile.named(_transposed, work, *TRANSPOSE)
 
-    return Rule({ask.out: layout.follow(shape, layout.dims, windows)}, {x.name: windows}, bind)
+    return one_input(op, x, bind, windows)
 
 
 # --- pooling ------------------------------------------------------------------------------------
@@ -221,42 +216,41 @@ MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return
     [f"max_pool{n}d{kind}" for n in (1, 2, 3) for kind in ("", "_with_indices")],
     (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
 )
-def max_pool(ask: Ask) -> Rule:
+def max_pool(op: Op) -> Rule:
     """The border is minus infinity; indices count the cells of the whole image."""
-    a = ask.named(_max_pool, MAX_POOL)
-    x, layout = a["input"], ask.primary(a["input"])
-    shape = ask.shape(ask.call.writes[0])
+    a = op.named(_max_pool, MAX_POOL)
+    x, layout = a["input"], op.primary(a["input"])
+    shape = op.shape(op.call.writes[0])
     count = len(shape) - 2
     frame = batched(layout, count)
     pool = _Pool.of(a, count)
     windows = frame.windows(pool.window)
     _reject_bare_windows(pool, frame, shape[2:])
-    indices = len(ask.call.writes) > 1
+    indices = len(op.call.writes) > 1
 
-    def bind(site: Site) -> Run:
-        fetch = site.fetch(x, -torch.inf)
-        out = site.out(ask.call.writes[0])
+    def bind(tile: Tile) -> Run:
+        with_halo = tile.with_halo(x, -torch.inf)
+        out = tile.out(op.call.writes[0])
         run = MAX_POOLS[count]
         axes = [frame.axis(d) for d in range(count)]
-        starts = [0 if k is None else site.slab_span(x.name, k)[0] for k in axes]
+        starts = [0 if k is None else tile.padded_span(x.name, k)[0] for k in axes]
 
         def work(a: dict[str, Any]) -> Any:
-            slab = fetch(a["input"])
+            padded = with_halo(a["input"])
             if out.empty:
-                y = site.nothing(slab)
+                y = tile.nothing(padded)
                 return (y, torch.zeros_like(y, dtype=torch.int64)) if indices else y
             found = run(
-                slab, pool.kernel, pool.stride, frame.uncut(pool.padding), pool.dilation,
+                padded, pool.kernel, pool.stride, frame.untiled(pool.padding), pool.dilation,
                 a["ceil_mode"], indices,
             )  # fmt: skip
             if not indices:
                 return found
-            return found[0], _whole_image(found[1], slab.shape[2:], starts, frame.lengths())
+            return found[0], _whole_image(found[1], padded.shape[2:], starts, frame.lengths())
 
-        return site.named(_max_pool, work, *MAX_POOL)
+        return tile.named(_max_pool, work, *MAX_POOL)
 
-    outs = {name: layout.follow(shape, layout.dims, windows) for name in ask.call.writes}
-    return Rule(outs, {x.name: windows}, bind)
+    return one_input(op, x, bind, windows)
 
 
 @dataclass(frozen=True)
@@ -286,12 +280,12 @@ def _reject_bare_windows(pool: _Pool, frame: Frame, outputs: Sequence[int]) -> N
 
 
 def _whole_image(
-    indices: Tensor, slab: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
+    indices: Tensor, padded: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Positions in a slab, as positions in the whole image."""
+    """Positions in a padded, as positions in the whole image."""
     found = torch.zeros_like(indices)
-    for d in range(len(slab)):
-        place = indices // prod(slab[d + 1 :]) % slab[d] + starts[d]
+    for d in range(len(padded)):
+        place = indices // prod(padded[d + 1 :]) % padded[d] + starts[d]
         found = found * lengths[d] + place
     return found
 
@@ -308,11 +302,11 @@ AVERAGE_POOL = (
 
 
 @rule(("avg_pool1d", "avg_pool2d", "avg_pool3d"), (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d))
-def average_pool(ask: Ask) -> Rule:
+def average_pool(op: Op) -> Rule:
     """A sum over the window, divided by how many cells it counts: both follow from the place."""
-    a: dict[str, Any] = {"divisor_override": None} | ask.named(_average_pool, AVERAGE_POOL)
-    x, layout = a["input"], ask.primary(a["input"])
-    shape = ask.shape(ask.out)
+    a: dict[str, Any] = {"divisor_override": None} | op.named(_average_pool, AVERAGE_POOL)
+    x, layout = a["input"], op.primary(a["input"])
+    shape = op.shape(op.out)
     count = len(shape) - 2
     frame = batched(layout, count)
     pool = _Pool.of(a, count)
@@ -327,23 +321,23 @@ def average_pool(ask: Ask) -> Rule:
         behind = reach - pool.padding[d] - frame.lengths()[d]
         pads += [pool.padding[d], behind] if frame.axis(d) is None else [0, 0]
 
-    def bind(site: Site) -> Run:
-        fetch = site.fetch(x)
-        out = site.out()
+    def bind(tile: Tile) -> Run:
+        with_halo = tile.with_halo(x, 0.0)
+        out = tile.out()
         factor = _factor(pool, counts, out, frame.first, a["divisor_override"])
 
         def work(a: dict[str, Any]) -> Tensor:
-            slab = fetch(a["input"])
+            padded = with_halo(a["input"])
             if out.empty:
-                return site.nothing(slab)
+                return tile.nothing(padded)
             if any(pads):
-                slab = F.pad(slab, pads)
-            y = AVERAGE_POOLS[count](slab, pool.kernel, pool.stride)
+                padded = F.pad(padded, pads)
+            y = AVERAGE_POOLS[count](padded, pool.kernel, pool.stride)
             return y if factor is None else y * factor.to(y)
 
-        return site.named(_average_pool, work, *AVERAGE_POOL)
+        return tile.named(_average_pool, work, *AVERAGE_POOL)
 
-    return Rule({ask.out: layout.follow(shape, layout.dims, windows)}, {x.name: windows}, bind)
+    return one_input(op, x, bind, windows)
 
 
 def _counts(pool: _Pool, d: int, n: int, m: int, include_pad: bool) -> list[int]:
@@ -388,32 +382,32 @@ UNPOOL = ("kernel_size", "stride", "padding")
     ("max_unpool1d", "max_unpool2d", "max_unpool3d"),
     (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d),
 )
-def max_unpool(ask: Ask) -> Rule:
+def max_unpool(op: Op) -> Rule:
     """Each value goes where its index says; a rank fetches all whose windows touch its box."""
-    a = ask.named(_unpool, UNPOOL)
+    a = op.named(_unpool, UNPOOL)
     x, where = a["input"], a["indices"]
-    layout = ask.layout(x)
-    shape = ask.shape(ask.out)
+    layout = op.layout(x)
+    shape = op.shape(op.out)
     count = len(shape) - 2
     pool = _Pool.of(a, count)
-    if layout is None or ask.layout(where) is None or layout.dims != ask.layouts[where.name].dims:
-        raise NotTileable("takes values and indices that are not cut the same way")
-    maker = ask.maker(where.name)
-    if maker is None or _pool_of(maker, count) != pool:
+    if layout is None or op.layout(where) is None or layout.dims != op.layouts[where.name].dims:
+        raise NotTileable("takes values and indices that are not tiled the same way")
+    producer = op.producer(where.name)
+    if producer is None or _pool_of(producer, count) != pool:
         raise NotTileable("takes indices that do not come from a max-pool with the same windows")
     frame = batched(layout, count)
     spreads = [Spread(pool.kernel[d], pool.stride[d], pool.padding[d]) for d in range(count)]
     windows = frame.windows(spreads.__getitem__)
 
-    def bind(site: Site) -> Run:
-        fetch, fetch_where = site.fetch(x, None), site.fetch(where, None)
-        out = site.out()
+    def bind(tile: Tile) -> Run:
+        with_halo, indices_with_halo = tile.with_halo(x), tile.with_halo(where)
+        out = tile.out()
         room = prod(out.shape[2:])
 
         def work(a: dict[str, Any]) -> Tensor:
-            part, at = fetch(a["input"]), fetch_where(a["indices"])
+            part, at = with_halo(a["input"]), indices_with_halo(a["indices"])
             if out.empty:
-                return site.nothing(part)
+                return tile.nothing(part)
             flat, inside = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
             for d in range(count):
                 place = at // prod(shape[3 + d :]) % shape[2 + d] - out.start[2 + d]
@@ -424,14 +418,14 @@ def max_unpool(ask: Ask) -> Rule:
             y = empty.scatter(2, flat.flatten(2), part.flatten(2))
             return y[..., :room].view(out.shape)
 
-        return site.named(_unpool, work, *UNPOOL)
+        return tile.named(_unpool, work, *UNPOOL)
 
-    outs = {ask.out: layout.follow(shape, layout.dims, windows)}
+    outs = {op.out: layout.follow(shape, layout.dims, windows)}
     return Rule(outs, {x.name: windows, where.name: windows}, bind)
 
 
-def _pool_of(maker: Ask, count: int) -> _Pool | None:
+def _pool_of(producer: Op, count: int) -> _Pool | None:
     """The windows of the max-pool that made some indices."""
-    if maker.make is not max_pool:
+    if rule_of(producer) is not max_pool:
         return None
-    return _Pool.of(maker.named(_max_pool, MAX_POOL), count)
+    return _Pool.of(producer.input_first().named(_max_pool, MAX_POOL), count)

@@ -11,9 +11,9 @@ from torch import nn
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, even
 from gems.geometry.window import Same, Span, Window
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
-from gems.torch.spatial.rules.norms import local
-from gems.torch.spatial.rules.reshape import fetched
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, one_input, rule, same, unchanged
+from gems.torch.spatial.tile import Tile
 from gems.torch.tracing.calls import Attr, Ref
 
 Tensor = torch.Tensor
@@ -29,21 +29,21 @@ class Broadcast:
         return c
 
 
-def pointwise(ask: Ask, work: Callable[[Site], Run] | None = None) -> Rule:
-    """Operands are brought in line with the result; whole ones are cut to this rank's box.
+def pointwise(op: Op, work: Callable[[Tile], Run] | None = None) -> Rule:
+    """Operands are brought in line with the result; whole ones are tiled to this rank's box.
 
     `work` makes what to call on them, if it is not the recorded call itself.
     """
-    shape = ask.shape(ask.call.writes[0])
-    leading = _leading(ask, shape)
+    shape = op.shape(op.call.writes[0])
+    leading = _leading(op, shape)
     dims = tuple(d + len(shape) - len(leading.shape) for d in leading.dims)
     windows: dict[str, tuple[Window, ...]] = {}
-    for name in ask.cut:
-        layout = ask.layouts[name]
+    for name in op.tiled:
+        layout = op.layouts[name]
         offset = len(shape) - len(layout.shape)
         if tuple(d + offset for d in layout.dims) != dims:
             raise NotTileable(
-                f"joins tensors that are cut along different dims, {layout.shape} along "
+                f"joins tensors that are tiled along different dims, {layout.shape} along "
                 f"{layout.dims} and {leading.shape} along {leading.dims}"
             )
         windows[name] = tuple(
@@ -54,32 +54,32 @@ def pointwise(ask: Ask, work: Callable[[Site], Run] | None = None) -> Rule:
     else:
         out = even(shape, dims, leading.grid)
 
-    def bind(site: Site) -> Run:
-        box = site.out(ask.call.writes[0])
+    def bind(tile: Tile) -> Run:
+        box = tile.out(op.call.writes[0])
 
         def change(place: Ref | Attr | Tensor) -> Callable[[Tensor], Tensor]:
             if isinstance(place, Ref) and place.name in windows:
-                return site.fetch(place, None)
-            return part_of(ask.whole(place), box, dims)
+                return tile.with_halo(place)
+            return part_of(op.shape(place), box, dims)
 
-        return site.mapped(site.original if work is None else work(site), change)
+        return tile.mapped(tile.original if work is None else work(tile), change)
 
-    return Rule({name: _like(out, ask.shape(name)) for name in ask.call.writes}, windows, bind)
+    return Rule({name: _like(out, op.shape(name)) for name in op.call.writes}, windows, bind)
 
 
-def _leading(ask: Ask, shape: tuple[int, ...]) -> Layout:
+def _leading(op: Op, shape: tuple[int, ...]) -> Layout:
     """Whose cut the result follows: what is changed in place, the fullest operand, or, if all of
     them are whole, some image of the same size."""
-    if not ask.cut:
-        return ask.as_large(shape)
-    changed = [ask.layouts[old] for old, _ in ask.call.mutates if old in ask.layouts]
-    if ask.call.mutates:
+    if not op.tiled:
+        return op.layout_like(shape)
+    changed = [op.layouts[old] for old, _ in op.call.mutates if old in op.layouts]
+    if op.call.mutates:
         if not changed:
-            raise NotTileable("changes a whole tensor in place by a cut one")
+            raise NotTileable("changes a whole tensor in place by a tiled one")
         return changed[0]
-    full = [ask.layouts[n] for n in ask.cut if ask.layouts[n].shape == shape]
-    full += [layout for layout in map(ask.layouts.__getitem__, ask.cut) if _spans(layout, shape)]
-    return full[0] if full else ask.layouts[ask.cut[0]]
+    full = [op.layouts[n] for n in op.tiled if op.layouts[n].shape == shape]
+    full += [layout for layout in map(op.layouts.__getitem__, op.tiled) if _spans(layout, shape)]
+    return full[0] if full else op.layouts[op.tiled[0]]
 
 
 def _spans(layout: Layout, shape: tuple[int, ...]) -> bool:
@@ -92,7 +92,7 @@ def _like(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def part_of(whole: tuple[int, ...], box: Box, dims: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """This rank's part of a whole operand that is as long as the result along a cut dim."""
+    """This rank's part of a whole operand that is as long as the result along a tiled dim."""
     slices: list[slice] = [slice(None)] * len(whole)
     for dim in dims:
         at = dim - (len(box.start) - len(whole))
@@ -122,20 +122,20 @@ rule(("fill", "zero", "copy"))(pointwise)  # in place
     ),
     (nn.Identity,),
 )
-def as_it_is(ask: Ask) -> Rule:
+def as_it_is(op: Op) -> Rule:
     """Another tensor may be there to say the type: of that one nothing is read."""
-    x = ask.call.args[0]
-    layout = ask.layout(x)
+    x = op.call.args[0]
+    layout = op.layout(x)
     if layout is None:
-        return Rule({}, {}, lambda site: site.original)
+        return Rule({}, {}, lambda tile: tile.original)
 
-    def bind(site: Site) -> Run:
-        fetch = site.fetch(x, None)
-        return site.mapped(site.original, lambda place: fetch if place == x else lambda t: t)
+    def bind(tile: Tile) -> Run:
+        with_halo = tile.with_halo(x)
+        return tile.mapped(tile.original, lambda place: with_halo if place == x else lambda t: t)
 
     windows = same(layout)
     return Rule(
-        {ask.out: layout.follow(layout.shape, layout.dims, windows)}, {x.name: windows}, bind
+        {op.out: layout.follow(layout.shape, layout.dims, windows)}, {x.name: windows}, bind
     )
 
 
@@ -146,92 +146,86 @@ def as_it_is(ask: Ask) -> Rule:
     ),
     (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.GLU),
 )  # fmt: skip
-def along(ask: Ask) -> Rule:
+def along(op: Op) -> Rule:
     """Along one dim, which must not be cut."""
-    if isinstance(ask.module, nn.Softmax2d):
-        return local(ask, ask.call.args[0])
-    args = list(ask.call.args)
+    if isinstance(op.module, nn.Softmax2d):
+        return unchanged(op, op.call.args[0])
+    args = list(op.call.args)
     x = args[0]
-    layout = ask.primary(x)
-    dim = ask.call.kwargs.get("dim", args[1] if len(args) > 1 else getattr(ask.module, "dim", None))
-    if ask.name == "normalize" and "dim" not in ask.call.kwargs:
+    layout = op.primary(x)
+    dim = op.call.kwargs.get("dim", args[1] if len(args) > 1 else getattr(op.module, "dim", None))
+    if op.name == "normalize" and "dim" not in op.call.kwargs:
         dim = args[2] if len(args) > 2 else 1
     if not isinstance(dim, int):
         raise NotTileable("does not say along which dim")
     dim %= len(layout.shape)
     if dim in layout.dims:
-        raise NotTileable(f"looks along dim {dim}, which is cut")
-    gone = len(ask.shape(ask.out)) < len(layout.shape)
-    return fetched(ask, x, [d - (gone and d > dim) for d in layout.dims])
+        raise NotTileable(f"looks along dim {dim}, which is tiled")
+    gone = len(op.shape(op.out)) < len(layout.shape)
+    return unchanged(op, x, [d - (gone and d > dim) for d in layout.dims])
 
 
 @rule(("linear",), (nn.Linear,))
-def linear(ask: Ask) -> Rule:
-    x = ask.call.args[0]
-    layout = ask.primary(x)
+def linear(op: Op) -> Rule:
+    x = op.call.args[0]
+    layout = op.primary(x)
     if len(layout.shape) - 1 in layout.dims:
-        raise NotTileable("mixes the cells of the last dim, which is cut")
-    return fetched(ask, x, layout.dims)
+        raise NotTileable("mixes the cells of the last dim, which is tiled")
+    return unchanged(op, x)
 
 
 @rule((), (nn.PReLU,))
-def prelu(ask: Ask) -> Rule:
-    return local(ask, ask.call.args[0])
+def prelu(op: Op) -> Rule:
+    return unchanged(op, op.call.args[0])
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None: ...
 
 
 @rule(("dropout",), (nn.Dropout,))
-def dropout(ask: Ask) -> Rule:
+def dropout(op: Op) -> Rule:
     """The mask of the whole tensor, as any rank would draw it, cut to this rank's box."""
-    x = ask.call.args[0]
-    layout = ask.primary(x)
-    if not ask.call.random:
-        return local(ask, x)
+    x = op.call.args[0]
+    layout = op.primary(x)
+    if not op.call.random:
+        return unchanged(op, x)
 
-    def bind(site: Site) -> Run:
-        fetch, box = site.fetch(x, None), site.out()
+    def bind(tile: Tile) -> Run:
+        with_halo, box = tile.with_halo(x), tile.out()
 
         def work(a: dict[str, Any]) -> Tensor:
-            t, p = fetch(a["input"]), a["p"]
-            return ask.draws.dropped(t, p, ask.call.name, layout.shape, box)
+            t, p = with_halo(a["input"]), a["p"]
+            return op.draws.dropped(t, p, op.call.name, layout.shape, box)
 
-        return site.named(_dropout, work, "p")
+        return tile.named(_dropout, work, "p")
 
-    windows = (Same(),) * len(layout.dims)
-    return Rule(
-        {ask.out: layout.follow(layout.shape, layout.dims, windows)}, {x.name: windows}, bind
-    )
+    return one_input(op, x, bind)
 
 
 @rule(
     ("dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
     (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
-def channel_dropout(ask: Ask) -> Rule:
+def channel_dropout(op: Op) -> Rule:
     """One number per sample and channel: drawn for all samples, whatever the tile."""
-    x = ask.call.args[0]
-    layout = ask.primary(x)
-    if not ask.call.random:
-        return local(ask, x)
+    x = op.call.args[0]
+    layout = op.primary(x)
+    if not op.call.random:
+        return unchanged(op, x)
     if 1 in layout.dims:
-        raise NotTileable("drops channels, which are cut")
+        raise NotTileable("drops channels, which are tiled")
 
-    def bind(site: Site) -> Run:
-        fetch, box = site.fetch(x, None), site.out()
+    def bind(tile: Tile) -> Run:
+        with_halo, box = tile.with_halo(x), tile.out()
         ones = (*layout.shape[:2], *(1,) * (len(layout.shape) - 2))
 
         def work(a: dict[str, Any]) -> Tensor:
-            t = fetch(a["input"])
-            with ask.draws.call(ask.call.name):
+            t = with_halo(a["input"])
+            with op.draws.call(op.call.name):
                 blank = torch.ones(ones, dtype=t.dtype, device=t.device)
                 mask = torch.feature_dropout(blank, a["p"], True)
             return t * mask[box.start[0] : box.stop[0]]
 
-        return site.named(_dropout, work, "p")
+        return tile.named(_dropout, work, "p")
 
-    windows = (Same(),) * len(layout.dims)
-    return Rule(
-        {ask.out: layout.follow(layout.shape, layout.dims, windows)}, {x.name: windows}, bind
-    )
+    return one_input(op, x, bind)

@@ -12,10 +12,12 @@ from torch import nn
 
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout
-from gems.torch.spatial.group import Total
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
+from gems.torch.spatial.group import AllReduce
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, rule, same
 from gems.torch.spatial.rules.elementwise import part_of, pointwise
-from gems.torch.spatial.rules.reductions import together
+from gems.torch.spatial.rules.reductions import all_reduced
+from gems.torch.spatial.tile import Tile
 from gems.torch.tracing.calls import Attr, Ref
 
 Tensor = torch.Tensor
@@ -32,29 +34,29 @@ CROSS_ENTROPY = ("weight", "ignore_index", "reduction", "label_smoothing")
 
 
 @rule(("cross_entropy", "nll_loss", "nll_loss_nd"), (nn.CrossEntropyLoss, nn.NLLLoss))
-def cross_entropy(ask: Ask) -> Rule:
+def cross_entropy(op: Op) -> Rule:
     """Sums over own cells, divided by the weight of all cells that count; or a map of losses."""
     a: dict[str, Any] = {"label_smoothing": 0.0, "size_average": None, "reduce": None}
-    a |= ask.named(_cross_entropy, CROSS_ENTROPY)
+    a |= op.named(_cross_entropy, CROSS_ENTROPY)
     x, target = a["input"], a["target"]
-    layout = ask.primary_of(x)
+    layout = op.primary_of(x)
     if 1 in layout.dims:
-        raise NotTileable("compares classes, which are cut")
+        raise NotTileable("compares classes, which are tiled")
     if a["size_average"] is not None or a["reduce"] is not None:
         raise NotTileable("uses size_average or reduce; use reduction")
-    soft = ask.shape(target) == layout.shape
-    _same_cells(ask, target, layout, soft)
+    soft = op.shape(target) == layout.shape
+    _same_cells(op, target, layout, soft)
     if a["reduction"] == "none":
-        return _each_pixel(ask, x, target, layout)
-    likely = ask.name.startswith("nll") or isinstance(ask.module, nn.NLLLoss)
+        return _each_pixel(op, x, target, layout)
+    likely = op.name.startswith("nll") or isinstance(op.module, nn.NLLLoss)
 
-    def bind(site: Site) -> Run:
-        fetch, fetch_target = site.fetch(x, None), site.fetch(target, None)
-        empty = site.own(x.name).empty
-        kind = getattr(torch, ask.values[ask.out].dtype)
+    def bind(tile: Tile) -> Run:
+        with_halo, target_with_halo = tile.with_halo(x), tile.with_halo(target)
+        empty = tile.own(x.name).empty
+        kind = getattr(torch, op.values[op.out].dtype)
 
         def work(a: dict[str, Any]) -> Tensor:
-            t, y, weight = fetch(a["input"]), fetch_target(a["target"]), a["weight"]
+            t, y, weight = with_halo(a["input"]), target_with_halo(a["target"]), a["weight"]
             options = {"weight": weight, "ignore_index": a["ignore_index"], "reduction": "sum"}
             if empty:
                 part = 0 * t.sum()
@@ -64,7 +66,7 @@ def cross_entropy(ask: Ask) -> Rule:
                 smooth = a.get("label_smoothing", 0.0)
                 part = F.cross_entropy(t, y, **options, label_smoothing=smooth)
             # A rank without cells has not been through autocast: all must send the same type.
-            found = Total.apply(part.to(kind), site.team)
+            found = AllReduce.apply(part.to(kind), tile.group)
             if a["reduction"] == "sum":
                 return found
             if soft:
@@ -75,31 +77,31 @@ def cross_entropy(ask: Ask) -> Rule:
             else:
                 heavy = torch.where(counted, weight[torch.where(counted, y, 0)], 0.0).sum()
             # Counted exactly: bfloat16 knows no 257.
-            return found / site.team.total(heavy.detach().to(torch.float64))
+            return found / tile.group.all_reduce(heavy.detach().to(torch.float64))
 
-        return site.named(_cross_entropy, work, *CROSS_ENTROPY)
+        return tile.named(_cross_entropy, work, *CROSS_ENTROPY)
 
-    return together(ask, bind)
+    return all_reduced(op, bind)
 
 
-def _each_pixel(ask: Ask, x: Ref, target: Ref, layout: Layout) -> Rule:
+def _each_pixel(op: Op, x: Ref, target: Ref, layout: Layout) -> Rule:
     """A loss for each pixel, cut like the pixels."""
     windows = same(layout)
 
-    def bind(site: Site) -> Run:
-        return site.mapped(site.original, lambda place: site.fetch(place, None))
+    def bind(tile: Tile) -> Run:
+        return tile.mapped(tile.original, tile.with_halo)
 
-    out = layout.follow(ask.shape(ask.out), [d - (d > 1) for d in layout.dims], windows)
-    return Rule({ask.out: out}, {x.name: windows, target.name: windows}, bind)
+    out = layout.follow(op.shape(op.out), [d - (d > 1) for d in layout.dims], windows)
+    return Rule({op.out: out}, {x.name: windows, target.name: windows}, bind)
 
 
-def _same_cells(ask: Ask, target: Any, layout: Layout, alike: bool) -> None:
+def _same_cells(op: Op, target: Any, layout: Layout, alike: bool) -> None:
     """A target must be cut like what it is compared with."""
-    other = ask.layout(target)
+    other = op.layout(target)
     wanted = layout.dims if alike else tuple(d - (d > 1) for d in layout.dims)
     if other is None or other.dims != wanted or other.own != layout.own:
         raise NotTileable(
-            f"compares {layout.shape} with {ask.shape(target)}, which does not have the same cells"
+            f"compares {layout.shape} with {op.shape(target)}, which does not have the same cells"
         )
 
 
@@ -115,49 +117,49 @@ LOSSES = (
 
 
 @rule(ELEMENTWISE, LOSSES)
-def elementwise(ask: Ask) -> Rule:
+def elementwise(op: Op) -> Rule:
     """A loss per cell: summed over own cells, then over the ranks; or as it is."""
-    how = getattr(ask.module, "reduction", None) or ask.call.kwargs.get("reduction", "mean")
-    old = [ask.call.kwargs.get(k) for k in ("size_average", "reduce")]
+    how = getattr(op.module, "reduction", None) or op.call.kwargs.get("reduction", "mean")
+    old = [op.call.kwargs.get(k) for k in ("size_average", "reduce")]
     if any(k is not None for k in old):
         raise NotTileable("uses size_average or reduce; use reduction")
     if how == "none":
-        return pointwise(ask, _each_cell)
-    layout = ask.layouts[ask.cut[0]]
-    for name in ask.cut:
-        other = ask.layouts[name]
+        return pointwise(op, _each_cell)
+    layout = op.layouts[op.tiled[0]]
+    for name in op.tiled:
+        other = op.layouts[name]
         if other.shape != layout.shape or other.own != layout.own or other.dims != layout.dims:
             raise NotTileable(
-                f"compares {layout.shape} with {other.shape}, which is not cut like it; use "
+                f"compares {layout.shape} with {other.shape}, which is not tiled like it; use "
                 "reduction='none', then take the mean"
             )
     share = {"mean": prod(layout.shape), "sum": 1, "batchmean": layout.shape[0]}[how]
 
-    def bind(site: Site) -> Run:
-        box = site.own(ask.cut[0])
+    def bind(tile: Tile) -> Run:
+        box = tile.own(op.tiled[0])
 
         def change(place: Ref | Attr | Tensor) -> Callable[[Tensor], Tensor]:
-            if isinstance(place, Ref) and place.name in ask.layouts:
-                return site.fetch(place, None)
-            return part_of(ask.whole(place), box, layout.dims)
+            if isinstance(place, Ref) and place.name in op.layouts:
+                return tile.with_halo(place)
+            return part_of(op.shape(place), box, layout.dims)
 
         def work(*args: Any, **kwargs: Any) -> Tensor:
-            if ask.module is not None:
-                cells = _each(ask.module, args, kwargs, box, layout.dims)
+            if op.module is not None:
+                cells = _each(op.module, args, kwargs, box, layout.dims)
             else:
-                assert ask.call.function is not None
-                cells = ask.call.function(*args, **{**kwargs, "reduction": "none"})
-            return Total.apply(cells.sum(), site.team) / share  # type: ignore[no-any-return]
+                assert op.call.function is not None
+                cells = op.call.function(*args, **{**kwargs, "reduction": "none"})
+            return AllReduce.apply(cells.sum(), tile.group) / share  # type: ignore[no-any-return]
 
-        return site.mapped(work, change)
+        return tile.mapped(work, change)
 
-    return together(ask, bind)
+    return all_reduced(op, bind)
 
 
-def _each_cell(site: Site) -> Run:
-    module, box, dims = site.ask.module, site.out(), site.layouts[site.ask.out].dims
+def _each_cell(tile: Tile) -> Run:
+    module, box, dims = tile.op.module, tile.out(), tile.layouts[tile.op.out].dims
     if module is None:
-        return site.original
+        return tile.original
     return lambda *args, **kwargs: _each(module, args, kwargs, box, dims)
 
 

@@ -1,15 +1,15 @@
-"""A convolution of a tile where it lies, and of its neighbours' strips by themselves.
+"""A convolution of a tile that overlaps with the exchange of its halos.
 
-A convolution is linear: what it makes of a tile with strips around it is what it makes of the tile
-with nothing around it, plus what it makes of the strips with nothing where the tile is.
+A convolution is linear: its result on a padded tile is its result on the tile alone, with zeros
+around it, plus its result on the halos, with zeros where the tile is.
 
-    ┌──────────┐   1. send the edges of the tile, expect strips
-    │   tile   │   2. the layer itself on the tile, with zeros beyond it, while the strips travel
-    ├──────────┤   3. add what the strips make, at the outputs that read them
-    └╌╌strip╌╌╌┘
+    ┌──────────┐   1. start the halo exchange
+    │   tile   │   2. convolve the tile, with zeros around it, while the halos are in flight
+    ├──────────┤   3. add the convolution of the halos, at the outputs that read them
+    └╌╌ halo ╌╌┘
 
-No slab is laid out for the whole tile. Backward is the same the other way: the strips' gradients
-first, which travel while the tile's are computed, then what the neighbours send is added.
+No padded copy of the tile is made. Backward is the reverse: the gradients of the halos first, which
+are in flight while those of the tile are computed; then what the neighbours sent is added.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gems.geometry.box import Box
 from gems.geometry.layout import Layout, clipped
 from gems.geometry.window import Slide, Window
 from gems.torch.runtime.split_backward import Settle, accumulate, watched
-from gems.torch.spatial.group import Exchange
-from gems.torch.spatial.rule import Notes, Site
+from gems.torch.spatial.halo_exchange import HaloExchange
+from gems.torch.spatial.tile import ForwardContext, Tile
 
 Tensor = torch.Tensor
 
@@ -55,100 +55,102 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some outputs that read strips: where they are, the shape they read, and what of which strip.
+class EdgeOutputs:
+    """Some outputs that read halos: their slices, the shape they read, and what of which halo.
 
-    `parts` lists (strip, its cells, their place in what is read).
+    `parts` lists (number of the halo, slices of it, slices of what is read).
     """
 
     out: tuple[slice, ...]
     shape: tuple[int, ...]
     parts: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...]
 
-    def read(self, strips: Sequence[Tensor]) -> Tensor:
-        """The strips, and nothing where the tile is or the image ends."""
-        slab = strips[0].new_zeros(self.shape)
-        for strip, cells, there in self.parts:
-            slab[there] = strips[strip][cells]
-        return slab
+    def read(self, halos: Sequence[Tensor]) -> Tensor:
+        """The halos, and zeros where the tile is or the image ends."""
+        padded = halos[0].new_zeros(self.shape)
+        for halo, cells, there in self.parts:
+            padded[there] = halos[halo][cells]
+        return padded
 
-    def give(self, gradient: Tensor, strips: Sequence[Tensor]) -> None:
-        """Add the gradient of what was read to the strips'."""
-        for strip, cells, there in self.parts:
-            strips[strip][cells] += gradient[there]
+    def add_gradient(self, gradient: Tensor, halos: Sequence[Tensor]) -> None:
+        """Add the gradient of what was read to the halos'."""
+        for halo, cells, there in self.parts:
+            halos[halo][cells] += gradient[there]
 
 
 @dataclass(frozen=True)
-class Edges:
-    """Where a tile's convolution meets its neighbours."""
+class OverlapPlan:
+    """The convolution of a tile, and of the halos that its edges read."""
 
-    exchange: Exchange
+    exchange: HaloExchange
     whole: Kernel  # on the tile
-    narrow: Kernel  # on a piece, which brings its border along the cut dims
-    pieces: tuple[Piece, ...]
-    memory: Notes = field(compare=False)
+    narrow: Kernel  # on what an edge reads, which has its border along the tiled dims
+    edges: tuple[EdgeOutputs, ...]
+    context: ForwardContext = field(compare=False)
 
 
-class Apart(torch.autograd.Function):
-    """The convolution, by tile and strips."""
+class OverlapConv(torch.autograd.Function):
+    """The convolution of a tile and, apart from it, of its halos."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: OverlapPlan
+    ) -> Tensor:
         ctx.set_materialize_grads(False)  # [Note: no gradient on tiles]
-        trade = edges.exchange.post(x)
-        y = edges.whole.forward(x, weight, bias)
-        strips = trade.parts()
-        for piece in edges.pieces:
-            y[piece.out] += edges.narrow.forward(piece.read(strips), weight, None)
-        page = edges.memory.page
-        ctx.page = page if _deferrable(weight) and (bias is None or _deferrable(bias)) else None
-        ctx.edges, ctx.parameters = edges, None if ctx.page is None else (weight, bias)
-        ctx.save_for_backward(x, weight, *strips)
+        pending = plan.exchange.start(x)
+        y = plan.whole.forward(x, weight, bias)
+        halos = pending.wait()
+        for edge in plan.edges:
+            y[edge.out] += plan.narrow.forward(edge.read(halos), weight, None)
+        deferrable = _deferrable(weight) and (bias is None or _deferrable(bias))
+        ctx.deferred = plan.context.deferred if deferrable else None
+        ctx.plan, ctx.parameters = plan, None if ctx.deferred is None else (weight, bias)
+        ctx.save_for_backward(x, weight, *halos)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        edges, g = ctx.edges, gradients[0]
+        plan, g = ctx.plan, gradients[0]
         if g is None:
             return None, None, None, None
-        x, weight, *strips = ctx.saved_tensors
+        x, weight, *halos = ctx.saved_tensors
         image, *learns = ctx.needs_input_grad[:3]
-        now = learns if ctx.page is None else (False, False)
-        asked, dw = _strip_gradients(edges, g, strips, weight, (image, now[0], False))
-        trade = edges.exchange.post_back(x, asked) if image else None
-        dx, tile, db = edges.whole.backward(g, x, weight, (image, *now))
-        if trade is not None:
-            trade.add_to(dx)
-        if ctx.page is not None and any(learns):
-            settle = _settling(edges, ctx.parameters, strips, tuple(learns))
-            ctx.page.append((settle, x, x._version, g))
+        now = learns if ctx.deferred is None else (False, False)
+        asked, dw = _halo_gradients(plan, g, halos, weight, (image, now[0], False))
+        pending = plan.exchange.start_backward(x, asked) if image else None
+        dx, tile, db = plan.whole.backward(g, x, weight, (image, *now))
+        if pending is not None:
+            pending.add_to(dx)
+        if ctx.deferred is not None and any(learns):
+            settle = _deferred(plan, ctx.parameters, halos, tuple(learns))
+            ctx.deferred.append((settle, x, x._version, g))
         return dx, _sum(tile, dw), db, None
 
 
-def _strip_gradients(
-    edges: Edges, g: Tensor, strips: Sequence[Tensor], weight: Tensor, wants: Sequence[bool]
+def _halo_gradients(
+    plan: OverlapPlan, g: Tensor, halos: Sequence[Tensor], weight: Tensor, wants: Sequence[bool]
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What the strips' gradients are, and what the strips add to the weight's."""
-    asked, dw = [torch.zeros_like(strip) for strip in strips] if wants[0] else [], None
-    for piece in edges.pieces if any(wants) else ():
-        slab = piece.read(strips)
-        read, added, _ = edges.narrow.backward(g[piece.out], slab, weight, wants)
+    """The gradients of the halos, and what the halos add to the gradient of the weight."""
+    asked, dw = [torch.zeros_like(halo) for halo in halos] if wants[0] else [], None
+    for edge in plan.edges if any(wants) else ():
+        padded = edge.read(halos)
+        read, added, _ = plan.narrow.backward(g[edge.out], padded, weight, wants)
         if wants[0]:
-            piece.give(read, asked)
+            edge.add_gradient(read, asked)
         dw = _sum(added, dw)
     return asked, dw
 
 
-def _settling(
-    edges: Edges, parameters: Any, strips: Sequence[Tensor], learns: tuple[bool, bool]
+def _deferred(
+    plan: OverlapPlan, parameters: Any, halos: Sequence[Tensor], learns: tuple[bool, bool]
 ) -> Settle:
-    """The weight gradient, put off."""
+    """The weight gradient, deferred."""
     weight, bias = parameters
 
     def settle(x: Tensor, g: Tensor) -> None:
         held = weight.detach()
-        _, dw = _strip_gradients(edges, g, strips, held, (False, learns[0], False))
-        _, tile, db = edges.whole.backward(g, x, held, (False, *learns))
+        _, dw = _halo_gradients(plan, g, halos, held, (False, learns[0], False))
+        _, tile, db = plan.whole.backward(g, x, held, (False, *learns))
         accumulate(weight, _sum(tile, dw))
         accumulate(bias, db)
 
@@ -164,17 +166,17 @@ def _deferrable(parameter: Tensor) -> bool:
     return parameter.is_leaf and not watched(parameter)
 
 
-def apart(
-    site: Site, name: str, windows: Sequence[Window], kernel: Kernel
+def overlapped(
+    tile: Tile, name: str, windows: Sequence[Window], kernel: Kernel
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """The convolution of `name` by tile and strips; None where a slab serves better.
+    """The convolution of the input `name`, overlapped; None where a padded tile serves better.
 
-    `kernel` pads only the dims that are not cut. On those that are, the tile must give this rank's
-    outputs, no more and no fewer, if it is padded alike on both sides.
+    `kernel` pads only the dims that are not tiled. On the tiled ones, the tile must give exactly
+    this rank's outputs when it is padded alike on both sides.
     """
-    layout, out = site.layouts[name], site.out()
-    have, want = layout.boxes(), layout.boxes(clipped(site.wants[name], layout))
-    own, mine = have[site.team.me], want[site.team.me]
+    layout, out = tile.layouts[name], tile.out()
+    have, want = layout.boxes(), layout.boxes(clipped(tile.wants[name], layout))
+    own, mine = have[tile.group.me], want[tile.group.me]
     if own.empty or out.empty or all(w in h for w, h in zip(want, have, strict=True)):
         return None
     padding = list(kernel.padding)
@@ -189,26 +191,27 @@ def apart(
     inside = _interior(layout, windows, own, out)
     if inside is None:
         return None
-    exchange = Exchange(site.team, have, [want], [Box.whole(mine.shape)], mine.shape)
+    exchange = HaloExchange(tile.group, have, [want], [Box.whole(mine.shape)], mine.shape)
     boxes = [box.shift(mine.start) for box in exchange.received]
-    pieces = [_piece(box, _reads(layout, windows, box), boxes, out) for box in out.without(inside)]
+    rest = out.without(inside)
+    edges = [_edge_outputs(box, _reads(layout, windows, box), boxes, out) for box in rest]
     whole = replace(kernel, padding=tuple(padding))
-    edges = Edges(exchange, whole, kernel, tuple(p for p in pieces if p.parts), site.memory)
-    return lambda x, weight, bias: Apart.apply(*cast(x, weight, bias), edges)  # type: ignore
+    plan = OverlapPlan(exchange, whole, kernel, tuple(e for e in edges if e.parts), tile.context)
+    return lambda x, weight, bias: OverlapConv.apply(*cast(x, weight, bias), plan)  # type: ignore
 
 
-def _piece(box: Box, reads: Box, strips: Sequence[Box], out: Box) -> Piece:
+def _edge_outputs(box: Box, reads: Box, halos: Sequence[Box], out: Box) -> EdgeOutputs:
     parts = []
-    for k, strip in enumerate(strips):
-        if reads.meets(strip):
-            both = reads.intersect(strip)
-            cells, there = both.relative_to(strip), both.relative_to(reads)
+    for k, halo in enumerate(halos):
+        if reads.meets(halo):
+            both = reads.intersect(halo)
+            cells, there = both.relative_to(halo), both.relative_to(reads)
             parts.append((k, cells.slices(), there.slices()))
-    return Piece(box.relative_to(out).slices(), reads.shape, tuple(parts))
+    return EdgeOutputs(box.relative_to(out).slices(), reads.shape, tuple(parts))
 
 
 def cast(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """What autocast would make of a convolution's arguments."""
+    """The arguments of a convolution as autocast casts them."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return [x, *weights]

@@ -10,8 +10,8 @@ import torch
 from gems.geometry.box import Box
 from gems.geometry.layout import Span, around
 from gems.geometry.window import Slide
-from gems.torch.spatial.group import Exchange, Fetch
-from gems.torch.spatial.rule import Site
+from gems.torch.spatial.halo_exchange import HaloExchange
+from gems.torch.spatial.tile import Tile
 from gems.torch.tracing.calls import Ref
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ class Bent:
         return min(cells), max(cells) + 1
 
     def source(self, cell: int) -> int:
-        """The cell of the image that stands at this place."""
+        """The cell of the image that a cell of the border repeats."""
         last = self.length - 1
         if self.mode == "replicate":
             return min(max(cell, 0), last)
@@ -42,45 +42,45 @@ class Bent:
         return self.slide.follow(c)
 
 
-def bordered(site: Site, x: Ref, mode: str, value: float = 0.0) -> Callable[[Tensor], Tensor]:
-    """Brings an input to what this rank reads of it, with the border that `mode` says."""
+def bordered(tile: Tile, x: Ref, mode: str, value: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """What brings an input to the box that this rank reads of it, with the border of `mode`."""
     if mode == "constant":
-        return site.fetch(x, value)
+        return tile.with_halo(x, value)
     if mode == "circular":
-        return _around(site, x)
-    return _bent(site, x)
+        return _around(tile, x)
+    return _bent(tile, x)
 
 
-def _bent(site: Site, x: Ref) -> Callable[[Tensor], Tensor]:
-    layout = site.layouts[x.name]
-    fetch = site.fetch(x, None)
-    out = site.layouts[next(iter(site.rule.outs))].have
-    places: list[tuple[int, Tensor]] = []
-    for axis, window in enumerate(site.rule.windows[x.name]):
-        a, b = out[axis][site.team.place[axis]]
+def _bent(tile: Tile, x: Ref) -> Callable[[Tensor], Tensor]:
+    layout = tile.layouts[x.name]
+    with_halo = tile.with_halo(x)
+    out = tile.layouts[tile.outs[0]].have
+    sources: list[tuple[int, Tensor]] = []
+    for axis, window in enumerate(tile.windows[x.name]):
+        a, b = out[axis][tile.group.coordinate[axis]]
         if isinstance(window, Bent) and b > a:
             cells = [window.source(c) for c in range(*window.slide.reads(a, b))]
-            first = site.slab_span(x.name, axis)[0]
+            first = tile.padded_span(x.name, axis)[0]
             if cells != list(range(cells[0], cells[0] + len(cells))):
-                places.append((layout.dims[axis], torch.tensor(cells) - first))
+                sources.append((layout.dims[axis], torch.tensor(cells) - first))
 
     def bring(t: Tensor) -> Tensor:
-        t = fetch(t)
-        for dim, cells in places:
+        t = with_halo(t)
+        for dim, cells in sources:
             t = t.index_select(dim, cells.to(t.device))
         return t
 
-    return bring if not site.out().empty else fetch
+    return bring if not tile.out().empty else with_halo
 
 
-def _around(site: Site, x: Ref) -> Callable[[Tensor], Tensor]:
+def _around(tile: Tile, x: Ref) -> Callable[[Tensor], Tensor]:
     """A circular border: what leaves the image at one end is read at the other."""
-    layout = site.layouts[x.name]
-    wants, me = site.wants[x.name], site.team.place
-    pieces, at = [], []
+    layout = tile.layouts[x.name]
+    wants, me = tile.wants[x.name], tile.group.coordinate
+    wanted, at = [], []
     for moved, boxes in around(layout, wants):
-        pieces.append(boxes)
-        mine = boxes[site.team.me]
+        wanted.append(boxes)
+        mine = boxes[tile.group.me]
         start = [0] * len(layout.shape)
         for axis, dim in enumerate(layout.dims):
             start[dim] = mine.start[dim] - moved[axis] - wants[axis][me[axis]][0]
@@ -92,5 +92,5 @@ def _around(site: Site, x: Ref) -> Callable[[Tensor], Tensor]:
     for axis, dim in enumerate(layout.dims):
         low, high = wants[axis][me[axis]]
         frame[dim] = high - low
-    exchange = Exchange(site.team, layout.boxes(), pieces, at, frame)
-    return lambda t: Fetch.apply(t, exchange, site.memory.now)  # type: ignore[no-any-return]
+    exchange = HaloExchange(tile.group, layout.boxes(), wanted, at, frame)
+    return tile.exchanged(exchange)

@@ -1,9 +1,9 @@
-"""Calls that look along cut dims: sums, means, variances, maxima.
+"""Reductions along tiled dims: sums, means, variances, maxima.
 
-Each rank does its own cells, one exchange puts the parts together, and every rank has the result,
-also where only some of the cut dims are gone: what is left is small beside the image. From there on
-all of them compute the same; a gradient that comes back is a part on each rank, and the adjoint of
-the exchange adds the parts up.
+Each rank reduces its own cells, an all-reduce joins the parts, and every rank has the whole result,
+also where only some of the tiled dims are gone: what is left is small beside the image. From there
+on all ranks compute the same. Each rank has a part of the gradient, and the adjoint of the
+all-reduce sums the parts.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ import torch.nn.functional as F
 
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout
-from gems.torch.spatial.group import SpatialGroup, Total
-from gems.torch.spatial.rule import OWN, Ask, NotTileable, Rule, Run, Site, rule
+from gems.torch.spatial.group import AllReduce, SpatialGroup
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import OWN, Rule, rule, unchanged
 from gems.torch.spatial.rules.elementwise import pointwise
-from gems.torch.spatial.rules.reshape import fetched
+from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
 
 
-def together(ask: Ask, bind: Callable[[Site], Run], *, adds: bool = False) -> Rule:
-    """Every rank brings its own cells of each cut input; the results are whole."""
-    whole = sum(prod(ask.shape(name)) for name in ask.call.writes)
-    return Rule({}, dict.fromkeys(ask.cut, OWN), bind, sums=whole, adds=adds)
+def all_reduced(op: Op, bind: Callable[[Tile], Run], *, additive: bool = False) -> Rule:
+    """Every rank brings its own cells of each tiled input; the results are whole."""
+    whole = sum(prod(op.shape(name)) for name in op.call.writes)
+    return Rule({}, dict.fromkeys(op.tiled, OWN), bind, sums=whole, additive=additive)
 
 
 @dataclass(frozen=True)
-class Strip:
-    """What is left of a cut tensor without `dims`, and this rank's part of it.
+class PartialReduction:
+    """A tiled tensor reduced along `dims`, and this rank's part of it.
 
     ::
 
         ┌───┬───┐                 ┌─┐ here: the rows of tile 0, and of
         │ 0 │ 1 │   sum along W   │▒│       tile 1 as well; below them
         ├───┼───┤  ────────────>  ├─┤       zeros, until all parts are
-        │ 2 │ 3 │                 │0│       added up
+        │ 2 │ 3 │                 │0│       summed
         └───┴───┘                 └─┘
     """
 
-    team: SpatialGroup
+    group: SpatialGroup
     own: Box
     dims: tuple[int, ...]
     pads: list[int]  # around this rank's part, as F.pad has them
@@ -54,53 +55,57 @@ class Strip:
     def padded(self, part: Tensor, fill: float = 0.0) -> Tensor:
         return F.pad(part, self.pads, value=fill) if any(self.pads) else part.contiguous()
 
-    def rows(self, part: Tensor, fill: float) -> Tensor:
-        """Everybody's part, stacked."""
-        return torch.stack(self.team.rows(self.padded(part, fill)))
+    def all_gather(self, part: Tensor, fill: float) -> Tensor:
+        """The parts of all ranks, stacked."""
+        return torch.stack(self.group.all_gather(self.padded(part, fill)))
 
     def sum(self, x: Tensor) -> Tensor:
         """Over `dims` of all ranks' cells; the dims stay, of length 1."""
         part = self.padded(x.sum(self.dims, keepdim=True))
-        return Total.apply(part, self.team)  # type: ignore[no-any-return]
+        return AllReduce.apply(part, self.group)  # type: ignore[no-any-return]
 
     def count(self, x: Tensor) -> Tensor:
         """The same, without a gradient."""
-        return self.team.total(self.padded(x.sum(self.dims, keepdim=True)))
+        return self.group.all_reduce(self.padded(x.sum(self.dims, keepdim=True)))
 
 
-def strip(site: Site, name: str, layout: Layout, dims: tuple[int, ...]) -> Strip:
-    own, pads, here = site.own(name), list[int](), list[slice]()
+def partial_reduction(
+    tile: Tile, name: str, layout: Layout, dims: tuple[int, ...]
+) -> PartialReduction:
+    own, pads, here = tile.own(name), list[int](), list[slice]()
     for dim in range(len(layout.shape)):
         low, high = (0, 1) if dim in dims else (own.start[dim], own.stop[dim])
         pads = [low, (1 if dim in dims else layout.shape[dim]) - high, *pads]
         here.append(slice(low, high))
-    return Strip(site.team, own, dims, pads, tuple(here))
+    return PartialReduction(tile.group, own, dims, pads, tuple(here))
 
 
-Work = Callable[[Tensor, Strip, dict[str, Any]], Any]
+Work = Callable[[Tensor, PartialReduction, dict[str, Any]], Any]
 
 
 def along(
-    ask: Ask, stub: Run, a: dict[str, Any], dim: Any, work: Work, *, adds: bool = False
+    op: Op, stub: Run, a: dict[str, Any], dim: Any, work: Work, *, additive: bool = False
 ) -> Rule:
-    """`work` on a rank's own cells if a cut dim is among `dim`; what it gives has kept them all."""
-    x, layout = a["input"], ask.primary(a["input"])
+    """`work` on a rank's own cells if a tiled dim is among `dim`; its results have all dims."""
+    x, layout = a["input"], op.primary(a["input"])
     rank, keep = len(layout.shape), bool(a["keepdim"])
     chosen = (dim,) if isinstance(dim, int) else tuple(dim or range(rank))
     dims = tuple(sorted(d % rank for d in chosen))
     if not set(dims) & set(layout.dims):
-        return fetched(ask, x, [d - (0 if keep else sum(r < d for r in dims)) for d in layout.dims])
+        return unchanged(
+            op, x, [d - (0 if keep else sum(r < d for r in dims)) for d in layout.dims]
+        )
 
     def shaped(found: Any) -> Any:
         if isinstance(found, tuple):
             return tuple(map(shaped, found))
         return found if keep else found.squeeze(dims)
 
-    def bind(site: Site) -> Run:
-        fetch, left = site.fetch(x, None), strip(site, x.name, layout, dims)
-        return site.named(stub, lambda a: shaped(work(fetch(a["input"]), left, a)))
+    def bind(tile: Tile) -> Run:
+        with_halo, left = tile.with_halo(x), partial_reduction(tile, x.name, layout, dims)
+        return tile.named(stub, lambda a: shaped(work(with_halo(a["input"]), left, a)))
 
-    return together(ask, bind, adds=adds)
+    return all_reduced(op, bind, additive=additive)
 
 
 # --- sums and means -------------------------------------------------------------------------------
@@ -111,21 +116,21 @@ def _reduce(
 ) -> None: ...
 
 
-def _cells(ask: Ask, x: Any, left: Strip) -> int:
-    return prod(ask.shape(x)[d] for d in left.dims)
+def _cells(op: Op, x: Any, left: PartialReduction) -> int:
+    return prod(op.shape(x)[d] for d in left.dims)
 
 
 @rule(("sum", "mean"))
-def total(ask: Ask) -> Rule:
-    a = ask.named(_reduce)
+def total(op: Op) -> Rule:
+    a = op.named(_reduce)
     x = a["input"]
 
-    def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Tensor:
+    def work(t: Tensor, left: PartialReduction, a: dict[str, Any]) -> Tensor:
         y = left.sum(t if a["dtype"] is None else t.to(a["dtype"]))
-        return y / _cells(ask, x, left) if ask.name == "mean" else y
+        return y / _cells(op, x, left) if op.name == "mean" else y
 
     dim = a["dim"] if a["axis"] is None else a["axis"]
-    return along(ask, _reduce, a, dim, work, adds=ask.values[ask.out].grad)
+    return along(op, _reduce, a, dim, work, additive=op.values[op.out].grad)
 
 
 def _variance(
@@ -135,27 +140,27 @@ def _variance(
 
 
 @rule(("var", "std", "var_mean", "std_mean"))
-def variance(ask: Ask) -> Rule:
+def variance(op: Op) -> Rule:
     """The mean first, then the squares of what differs from it."""
-    a = ask.named(_variance)
+    a = op.named(_variance)
     x, dim, unbiased = a["input"], a["dim"], a["unbiased"]
     if isinstance(dim, bool):  # x.var(False): not a dim
         dim, unbiased = None, dim
     less = 1 if a["correction"] is None else a["correction"]
     less = less if unbiased is None else int(unbiased)
 
-    def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Any:
-        cells = _cells(ask, x, left)
+    def work(t: Tensor, left: PartialReduction, a: dict[str, Any]) -> Any:
+        cells = _cells(op, x, left)
         mean = left.sum(t) / cells
         y = left.sum((t - mean[left.here]) ** 2) / max(cells - less, 0)
-        y = _root(y) if ask.name.startswith("std") else y
-        return (y, mean) if ask.name.endswith("mean") else y
+        y = _root(y) if op.name.startswith("std") else y
+        return (y, mean) if op.name.endswith("mean") else y
 
-    return along(ask, _variance, a, dim, work)
+    return along(op, _variance, a, dim, work)
 
 
 def _root(x: Tensor) -> Tensor:
-    """Without a gradient where it is 0, as ATen has it for deviations."""
+    """The square root, with gradient 0 where it is 0, as in ATen."""
     none = x == 0
     return torch.where(none, 0.0, torch.where(none, 1.0, x).sqrt())
 
@@ -176,51 +181,51 @@ def _vector_norm(
 
 
 @rule(("norm",))
-def norm(ask: Ask) -> Rule:
+def norm(op: Op) -> Rule:
     """`torch.norm` and `Tensor.norm`, as in the global response norm of ConvNeXt V2."""
-    a = ask.named(_norm)
+    a = op.named(_norm)
     order = 2 if a["p"] is None or a["p"] == "fro" else a["p"]
-    return _p_norm(ask, _norm, a, order)
+    return _p_norm(op, _norm, a, order)
 
 
 @rule(("linalg_vector_norm", "vector_norm"))
-def vector_norm(ask: Ask) -> Rule:
-    a = ask.named(_vector_norm)
-    return _p_norm(ask, _vector_norm, a, a["ord"])
+def vector_norm(op: Op) -> Rule:
+    a = op.named(_vector_norm)
+    return _p_norm(op, _vector_norm, a, a["ord"])
 
 
-def _p_norm(ask: Ask, stub: Run, a: dict[str, Any], order: Any) -> Rule:
+def _p_norm(op: Op, stub: Run, a: dict[str, Any], order: Any) -> Rule:
     if order not in (1, 2) or a["out"] is not None or a["dtype"] is not None:
-        raise NotTileable(f"takes a norm of order {order!r} along cut dims")
+        raise NotTileable(f"takes a norm of order {order!r} along tiled dims")
 
-    def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Tensor:
+    def work(t: Tensor, left: PartialReduction, a: dict[str, Any]) -> Tensor:
         return left.sum(t.abs()) if order == 1 else _root(left.sum(t * t))
 
-    return along(ask, stub, a, a["dim"], work)
+    return along(op, stub, a, a["dim"], work)
 
 
 # --- maxima ---------------------------------------------------------------------------------------
 
 
 @rule(("amax", "amin", "max", "min"))
-def extreme(ask: Ask) -> Rule:
-    if ask.call.pointwise:  # of two tensors, cell by cell
-        return pointwise(ask)
-    a = ask.named(_reduce)
-    sign = 1 if ask.name.endswith("max") else -1
-    most = _first_most if len(ask.call.writes) > 1 else _most
+def extreme(op: Op) -> Rule:
+    if op.call.pointwise:  # of two tensors, cell by cell
+        return pointwise(op)
+    a = op.named(_reduce)
+    sign = 1 if op.name.endswith("max") else -1
+    most = _first_most if len(op.call.writes) > 1 else _most
 
-    if ask.values[a["input"].name].dtype == "bool":
+    if op.values[a["input"].name].dtype == "bool":
         raise NotTileable("compares flags; take the sum of them")
 
-    def work(t: Tensor, left: Strip, a: dict[str, Any]) -> Any:
+    def work(t: Tensor, left: PartialReduction, a: dict[str, Any]) -> Any:
         signed = sign * (t if t.is_floating_point() else t.long())
         found = most(signed, left)
         if isinstance(found, tuple):
             return (sign * found[0]).to(t.dtype), found[1]
         return (sign * found).to(t.dtype)
 
-    return along(ask, _reduce, a, a["dim"] if a["axis"] is None else a["axis"], work)
+    return along(op, _reduce, a, a["dim"] if a["axis"] is None else a["axis"], work)
 
 
 NOWHERE = 1 << 40  # a place behind the end of any dim
@@ -234,13 +239,13 @@ def _length_one(t: Tensor, dims: tuple[int, ...]) -> list[int]:
     return [1 if d in dims else n for d, n in enumerate(t.shape)]
 
 
-def _most(t: Tensor, left: Strip) -> Tensor:
+def _most(t: Tensor, left: PartialReduction) -> Tensor:
     """The largest; like ATen's amax, all cells that are as large share its gradient."""
     dims, low = left.dims, _lowest(t)
     with torch.no_grad():
         nothing = t.new_full(_length_one(t, dims), low)
         mine = t.amax(dims, keepdim=True) if t.numel() else nothing
-        best = left.rows(mine, low).amax(0)
+        best = left.all_gather(mine, low).amax(0)
         if not t.is_floating_point():
             return best
         equal = t == best[left.here]
@@ -250,7 +255,7 @@ def _most(t: Tensor, left: Strip) -> Tensor:
     return torch.where(best.isinf(), best, best + (found - found.detach()))
 
 
-def _first_most(t: Tensor, left: Strip) -> tuple[Tensor, Tensor]:
+def _first_most(t: Tensor, left: PartialReduction) -> tuple[Tensor, Tensor]:
     """The largest along one dim and where it is; of equal ones the first."""
     (dim,), low = left.dims, _lowest(t)
     if t.shape[dim]:
@@ -260,7 +265,7 @@ def _first_most(t: Tensor, left: Strip) -> tuple[Tensor, Tensor]:
         at = torch.full(value.shape, NOWHERE, device=t.device)
     at = at + left.own.start[dim]
     with torch.no_grad():
-        values, places = left.rows(value.detach(), low), left.rows(at, NOWHERE)
+        values, places = left.all_gather(value.detach(), low), left.all_gather(at, NOWHERE)
         best = values.amax(0)
         first = torch.where(values == best, places, NOWHERE).amin(0)
         mine = (value == best[left.here]) & (at == first[left.here])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,26 +13,12 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Grow, Same, Shrink, Slide, Window
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule, same
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, one_input, rule, same, unchanged
 from gems.torch.spatial.rules.padding import Bent, bordered
+from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
-
-
-def one_place(ask: Ask, x: Any, dims: Sequence[int], windows: Sequence[Window], bind: Any) -> Rule:
-    """A rule for calls with one cut input; all results are cut the same way."""
-    layout = ask.primary(x)
-    outs = {n: layout.follow(ask.shape(n), tuple(dims), windows) for n in ask.call.writes}
-    return Rule(outs, {x.name: tuple(windows)}, bind)
-
-
-def fetched(ask: Ask, x: Any, dims: Sequence[int]) -> Rule:
-    """A call that works along uncut dims only: it runs as it is, on what is here."""
-
-    def bind(site: Site) -> Run:
-        return site.mapped(site.original, lambda place: site.fetch(place, None))
-
-    return one_place(ask, x, dims, same(ask.primary(x)), bind)
 
 
 # --- borders and crops ----------------------------------------------------------------------------
@@ -50,16 +35,16 @@ PADS = [getattr(nn, f"{kind}Pad{n}d") for kind in MODES for n in (1, 2, 3)]
 
 
 @rule(("pad",), PADS)
-def pad(ask: Ask) -> Rule:
-    if ask.module is not None:
-        module: Any = ask.module
-        x, numbers = ask.call.args[0], module.padding
-        mode = next(m for kind, m in MODES.items() if type(ask.module).__name__.startswith(kind))
-        value = getattr(ask.module, "value", 0.0) if mode == "constant" else 0.0
+def pad(op: Op) -> Rule:
+    if op.module is not None:
+        module: Any = op.module
+        x, numbers = op.call.args[0], module.padding
+        mode = next(m for kind, m in MODES.items() if type(op.module).__name__.startswith(kind))
+        value = getattr(op.module, "value", 0.0) if mode == "constant" else 0.0
     else:
-        a = ask.named(_pad)
+        a = op.named(_pad)
         x, numbers, mode, value = a["input"], a["pad"], a["mode"], a["value"] or 0.0
-    layout = ask.primary(x)
+    layout = op.primary(x)
     rank = len(layout.shape)
     before = {rank - 1 - k: int(n) for k, n in enumerate(numbers[::2])}
     windows: list[Window] = []
@@ -69,30 +54,29 @@ def pad(ask: Ask) -> Rule:
         windows.append(Bent(slide, layout.shape[dim], mode) if bent else slide)
     left = [0 if rank - 1 - k // 2 in layout.dims else int(n) for k, n in enumerate(numbers)]
 
-    def bind(site: Site) -> Run:
-        fetch = bordered(site, x, mode, value)
+    def bind(tile: Tile) -> Run:
+        with_halo = bordered(tile, x, mode, value)
 
         def run(t: Tensor, *_: Any, **__: Any) -> Tensor:
-            t = fetch(t)
-            if site.out().empty:
-                return site.nothing(t)
+            t = with_halo(t)
+            if tile.out().empty:
+                return tile.nothing(t)
             if not any(left):
                 return t
             return F.pad(t, left, mode, value if mode == "constant" else None)
 
         return run
 
-    found = one_place(ask, x, layout.dims, windows, bind)
-    return replace(found, circular=mode == "circular")
+    return one_input(op, x, bind, windows, circular=mode == "circular")
 
 
 @rule(("getitem",))
-def getitem(ask: Ask) -> Rule:
-    """Slices with positive steps; whole dims may also be picked or added where nothing is cut."""
-    x, index = ask.call.args
-    if ask.layout(x) is None and ask.layout(index) is not None:
-        return fetched(ask, index, ask.primary(index).dims)  # a whole table, read by cut numbers
-    layout = ask.primary(x)
+def getitem(op: Op) -> Rule:
+    """Slices with positive steps; whole dims may also be picked or added where nothing is tiled."""
+    x, index = op.call.args
+    if op.layout(x) is None and op.layout(index) is not None:
+        return unchanged(op, index)  # a whole table, read by tiled numbers
+    layout = op.primary(x)
     index = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(i, (slice, int, type(None), type(...))) for i in index):
         raise NotTileable("picks cells by a list or a mask")
@@ -109,7 +93,7 @@ def getitem(ask: Ask) -> Rule:
             continue
         if dim in layout.dims:
             if isinstance(i, int):
-                raise NotTileable(f"picks one cell along dim {dim}, which is cut")
+                raise NotTileable(f"picks one cell along dim {dim}, which is tiled")
             start, _, step = i.indices(layout.shape[dim])
             windows[dim], dims[dim] = Slide(stride=step, padding=-start), out
             local.append(slice(None, None, step))
@@ -118,13 +102,11 @@ def getitem(ask: Ask) -> Rule:
         out += not isinstance(i, int)
         dim += 1
 
-    def bind(site: Site) -> Run:
-        fetch, mine = site.fetch(x, None), tuple(local)
-        return lambda t, _: fetch(t)[mine]
+    def bind(tile: Tile) -> Run:
+        with_halo, mine = tile.with_halo(x), tuple(local)
+        return lambda t, _: with_halo(t)[mine]
 
-    return one_place(
-        ask, x, [dims[d] for d in layout.dims], [windows[d] for d in layout.dims], bind
-    )
+    return one_input(op, x, bind, [windows[d] for d in layout.dims], [dims[d] for d in layout.dims])
 
 
 def dim_count(index: tuple[Any, ...]) -> int:
@@ -135,40 +117,40 @@ def _narrow(input: Any, dim: int, start: Any, length: int) -> None: ...
 
 
 @rule(("narrow",))
-def narrow(ask: Ask) -> Rule:
-    a = ask.named(_narrow)
-    x, layout = a["input"], ask.primary(a["input"])
+def narrow(op: Op) -> Rule:
+    a = op.named(_narrow)
+    x, layout = a["input"], op.primary(a["input"])
     dim, start = a["dim"] % len(layout.shape), a["start"]
     if dim not in layout.dims:
-        return fetched(ask, x, layout.dims)
+        return unchanged(op, x)
     if not isinstance(start, int):
         raise NotTileable("starts where a tensor says")
     start %= layout.shape[dim]
     windows = [Slide(padding=-start) if d == dim else Same() for d in layout.dims]
 
-    def bind(site: Site) -> Run:
-        fetch = site.fetch(x, None)
-        return lambda t, *_, **__: fetch(t)
+    def bind(tile: Tile) -> Run:
+        with_halo = tile.with_halo(x)
+        return lambda t, *_, **__: with_halo(t)
 
-    return one_place(ask, x, layout.dims, windows, bind)
+    return one_input(op, x, bind, windows)
 
 
 # --- other shapes -------------------------------------------------------------------------------
 
 
 @rule(("permute", "transpose", "swapaxes", "swapdims", "movedim", "mT", "T", "t", "mH"))
-def permute(ask: Ask) -> Rule:
+def permute(op: Op) -> Rule:
     """The order of dims: seen from the strides that the recorded call gave to numbered dims."""
-    x = ask.call.args[0]
-    layout = ask.primary(x)
+    x = op.call.args[0]
+    layout = op.primary(x)
     with torch.no_grad():
         probe = torch.empty(tuple(range(2, 2 + len(layout.shape))))
-        rest = tuple(ask.call.args[1:])
-        function = ask.call.function
+        rest = tuple(op.call.args[1:])
+        function = op.call.function
         assert function is not None
-        seen = function(probe, *rest, **ask.call.kwargs)
+        seen = function(probe, *rest, **op.call.kwargs)
     order = [int(n) - 2 for n in seen.shape]
-    return fetched(ask, x, [order.index(d) for d in layout.dims])
+    return unchanged(op, x, [order.index(d) for d in layout.dims])
 
 
 RESHAPES = (
@@ -177,23 +159,23 @@ RESHAPES = (
 
 
 @rule(RESHAPES, (nn.Flatten, nn.Unflatten))
-def reshape(ask: Ask) -> Rule:
+def reshape(op: Op) -> Rule:
     """Cut dims may stay as they are, or be joined with the dims right behind them."""
-    x = ask.call.args[0]
-    layout, shape = ask.primary(x), ask.shape(ask.out)
+    x = op.call.args[0]
+    layout, shape = op.primary(x), op.shape(op.out)
     dims, windows = [], []
     for dim in layout.dims:
         at, times = _kept(layout.shape, shape, dim)
         dims.append(at)
         windows.append(Grow(times) if times > 1 else Same())
     if any(isinstance(w, Grow) for w in windows) and len(dims) > 1:
-        raise NotTileable(f"joins dims of {layout.shape} of which several are cut")
+        raise NotTileable(f"joins dims of {layout.shape} of which several are tiled")
 
-    def bind(site: Site) -> Run:
-        fetch, target = site.fetch(x, None), site.out().shape
-        return lambda t, *_, **__: fetch(t).reshape(target)
+    def bind(tile: Tile) -> Run:
+        with_halo, target = tile.with_halo(x), tile.out().shape
+        return lambda t, *_, **__: with_halo(t).reshape(target)
 
-    return one_place(ask, x, dims, windows, bind)
+    return one_input(op, x, bind, windows, dims)
 
 
 def _kept(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int]:
@@ -206,7 +188,7 @@ def _kept(old: Sequence[int], new: Sequence[int], dim: int) -> tuple[int, int]:
             times = size // old[dim]
             if times == 1 or times == prod(_joined(old, dim, times)):
                 return at, times
-    raise NotTileable(f"reshapes {tuple(old)} to {tuple(new)}, in which dim {dim} is cut")
+    raise NotTileable(f"reshapes {tuple(old)} to {tuple(new)}, in which dim {dim} is tiled")
 
 
 def _joined(old: Sequence[int], dim: int, times: int) -> list[int]:
@@ -225,27 +207,27 @@ def _shuffled_dims(layout: Layout) -> range:
     """The last two; the dim before them holds the channels, also those of a volume."""
     rank = len(layout.shape)
     if rank - 3 in layout.dims:
-        raise NotTileable(f"takes dim {rank - 3} for channels, which is cut")
+        raise NotTileable(f"takes dim {rank - 3} for channels, which is tiled")
     return range(rank - 2, rank)
 
 
 @rule(("channel_shuffle", "native_channel_shuffle"), (nn.ChannelShuffle,))
-def channel_shuffle(ask: Ask) -> Rule:
-    x = ask.call.args[0]
-    layout = ask.primary(x)
+def channel_shuffle(op: Op) -> Rule:
+    x = op.call.args[0]
+    layout = op.primary(x)
     if 1 in layout.dims:
-        raise NotTileable("moves channels, which are cut")
-    return fetched(ask, x, layout.dims)
+        raise NotTileable("moves channels, which are tiled")
+    return unchanged(op, x)
 
 
 def _roll(input: Any, shifts: Any, dims: Any = None) -> None: ...
 
 
 @rule(("roll",))
-def roll(ask: Ask) -> Rule:
-    """Cells move round the image: along cut dims by an exchange, along the others here."""
-    a = ask.named(_roll)
-    x, layout = a["input"], ask.primary(a["input"])
+def roll(op: Op) -> Rule:
+    """Cells move round the image: along tiled dims by an exchange, along the others here."""
+    a = op.named(_roll)
+    x, layout = a["input"], op.primary(a["input"])
     rank = len(layout.shape)
     if a["dims"] is None or a["dims"] == ():
         raise NotTileable("moves cells through all dims as if they were one")
@@ -257,64 +239,64 @@ def roll(ask: Ask) -> Rule:
     windows = tuple(Slide(padding=far[d] % max(layout.shape[d], 1)) for d in layout.dims)
     here = [d for d in range(rank) if far[d] and d not in layout.dims]
 
-    def bind(site: Site) -> Run:
-        fetch = bordered(site, x, "circular")
+    def bind(tile: Tile) -> Run:
+        with_halo = bordered(tile, x, "circular")
 
         def run(t: Tensor, *_: Any, **__: Any) -> Tensor:
-            t = fetch(t)
+            t = with_halo(t)
             return torch.roll(t, [far[d] for d in here], here) if here else t
 
         return run
 
     out = layout.follow(layout.shape, layout.dims, same(layout))
-    return Rule({ask.out: out}, {x.name: windows}, bind, circular=True)
+    return Rule({op.out: out}, {x.name: windows}, bind, circular=True)
 
 
 @rule(("pixel_shuffle",), (nn.PixelShuffle,))
-def pixel_shuffle(ask: Ask) -> Rule:
-    a = ask.named(_shuffle, ("upscale_factor",))
+def pixel_shuffle(op: Op) -> Rule:
+    a = op.named(_shuffle, ("upscale_factor",))
     x, times = a["input"], int(a["upscale_factor"])
-    layout = ask.primary(x)
+    layout = op.primary(x)
     spatial = _shuffled_dims(layout)
     windows = [Grow(times) if d in spatial else Same() for d in layout.dims]
 
-    def bind(site: Site) -> Run:
-        fetch, out = site.fetch(x, None), site.out()
+    def bind(tile: Tile) -> Run:
+        with_halo, out = tile.with_halo(x), tile.out()
         crop = []
         for axis, dim in enumerate(layout.dims):
             if dim in spatial:
-                start = out.start[dim] - times * site.slab_span(x.name, axis)[0]
+                start = out.start[dim] - times * tile.padded_span(x.name, axis)[0]
                 crop.append((dim, start, out.shape[dim]))
 
         def work(a: dict[str, Any]) -> Tensor:
-            t = fetch(a["input"])
+            t = with_halo(a["input"])
             if out.empty:
-                return site.nothing(t)
+                return tile.nothing(t)
             y = F.pixel_shuffle(t, times)
             for dim, start, length in crop:
                 y = y.narrow(dim, start, length)
             return y
 
-        return site.named(_shuffle, work, "upscale_factor")
+        return tile.named(_shuffle, work, "upscale_factor")
 
-    return one_place(ask, x, layout.dims, windows, bind)
+    return one_input(op, x, bind, windows)
 
 
 @rule(("pixel_unshuffle",), (nn.PixelUnshuffle,))
-def pixel_unshuffle(ask: Ask) -> Rule:
-    a = ask.named(_unshuffle, ("downscale_factor",))
+def pixel_unshuffle(op: Op) -> Rule:
+    a = op.named(_unshuffle, ("downscale_factor",))
     x, times = a["input"], int(a["downscale_factor"])
-    layout = ask.primary(x)
+    layout = op.primary(x)
     spatial = _shuffled_dims(layout)
     windows = [Shrink(times) if d in spatial else Same() for d in layout.dims]
 
-    def bind(site: Site) -> Run:
-        fetch, empty = site.fetch(x, None), site.out().empty
+    def bind(tile: Tile) -> Run:
+        with_halo, empty = tile.with_halo(x), tile.out().empty
 
         def work(a: dict[str, Any]) -> Tensor:
-            t = fetch(a["input"])
-            return site.nothing(t) if empty else F.pixel_unshuffle(t, times)
+            t = with_halo(a["input"])
+            return tile.nothing(t) if empty else F.pixel_unshuffle(t, times)
 
-        return site.named(_unshuffle, work, "downscale_factor")
+        return tile.named(_unshuffle, work, "downscale_factor")
 
-    return one_place(ask, x, layout.dims, windows, bind)
+    return one_input(op, x, bind, windows)

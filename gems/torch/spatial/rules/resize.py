@@ -1,4 +1,4 @@
-"""Interpolation of a cut image: every output knows its taps and their weights from its place."""
+"""Interpolation of a tiled image: every output knows its taps and their weights from its place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import nn
 
 from gems.geometry.layout import Layout
 from gems.geometry.window import Taps
-from gems.torch.spatial.rule import Ask, NotTileable, Rule, Run, Site, rule
+from gems.torch.spatial.op import NotTileable, Op, Run
+from gems.torch.spatial.rule import Rule, one_input, rule
 from gems.torch.spatial.rules.adaptive_pool import averaged
+from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
 LINEAR = ("linear", "bilinear", "trilinear")
@@ -61,14 +63,14 @@ UPSAMPLE = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_fa
 @rule(
     ("interpolate", "upsample"),
     (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
-    spreads=True,
+    from_whole=True,
 )
-def interpolate(ask: Ask) -> Rule:
-    a: dict[str, Any] = {"antialias": False} | ask.named(_interpolate, UPSAMPLE)
-    x, before, shape = a["input"], ask.whole(a["input"]), ask.shape(ask.out)
+def interpolate(op: Op) -> Rule:
+    a: dict[str, Any] = {"antialias": False} | op.named(_interpolate, UPSAMPLE)
+    x, before, shape = a["input"], op.shape(a["input"]), op.shape(op.out)
     mode, corners = a["mode"], bool(a["align_corners"])
-    if mode == "area" and ask.cut:
-        return averaged(ask, x, lambda work: lambda site: site.named(_interpolate, work, *UPSAMPLE))
+    if mode == "area" and op.tiled:
+        return averaged(op, x, lambda work: lambda tile: tile.named(_interpolate, work, *UPSAMPLE))
     if a["antialias"] or mode not in (*LINEAR, *NEAREST, "bicubic"):
         raise NotTileable(
             f"interpolates by mode {mode!r}{' with antialias' * bool(a['antialias'])}"
@@ -80,21 +82,21 @@ def interpolate(ask: Ask) -> Rule:
         d: _resample(mode, corners, before[d], shape[d], scales[d - 2], copies)
         for d in range(2, len(shape))
     }
-    if not ask.cut:
-        return _from_whole(ask, axes)
-    layout = ask.primary(x)
+    if not op.tiled:
+        return _from_whole(op, axes)
+    layout = op.primary(x)
     windows = tuple(axes[d].taps() if d > 1 else Taps(*_straight(layout, d)) for d in layout.dims)
     whole = [d for d in axes if d not in layout.dims]
 
-    def bind(site: Site) -> Run:
-        fetch, out = site.fetch(x, None), site.out()
-        firsts = {d: site.slab_span(x.name, k)[0] for k, d in enumerate(layout.dims)}
-        native = _native(site, layout, shape, mode, corners, scales, x.name)
+    def bind(tile: Tile) -> Run:
+        with_halo, out = tile.with_halo(x), tile.out()
+        firsts = {d: tile.padded_span(x.name, k)[0] for k, d in enumerate(layout.dims)}
+        native = _native(tile, layout, shape, mode, corners, scales, x.name)
 
         def work(a: dict[str, Any]) -> Tensor:
-            t = fetch(a["input"])
+            t = with_halo(a["input"])
             if out.empty:
-                return site.nothing(t)
+                return tile.nothing(t)
             if native is not None:
                 return native(t)
             for d in (*layout.dims, *whole):
@@ -102,22 +104,22 @@ def interpolate(ask: Ask) -> Rule:
                     t = axes[d].apply(t, d, firsts.get(d, 0), out.start[d], out.stop[d])
             return t
 
-        return site.named(_interpolate, work, *UPSAMPLE)
+        return tile.named(_interpolate, work, *UPSAMPLE)
 
-    return Rule({ask.out: layout.follow(shape, layout.dims, windows)}, {x.name: windows}, bind)
+    return one_input(op, x, bind, windows)
 
 
-def _from_whole(ask: Ask, axes: dict[int, Resample]) -> Rule:
-    """A small whole map, of which every rank makes its own part of a cut image."""
-    layout = ask.as_large(ask.shape(ask.out))
+def _from_whole(op: Op, axes: dict[int, Resample]) -> Rule:
+    """A small whole map, of which every rank makes its own part of a tiled image."""
+    layout = op.layout_like(op.shape(op.out))
 
-    def bind(site: Site) -> Run:
-        out = site.out()
+    def bind(tile: Tile) -> Run:
+        out = tile.out()
 
         def work(a: dict[str, Any]) -> Tensor:
             t = a["input"]
             if out.empty:
-                return site.nothing(t)
+                return tile.nothing(t)
             for d in layout.dims:
                 if d < 2:
                     t = t.narrow(d, out.start[d], out.shape[d])
@@ -125,9 +127,9 @@ def _from_whole(ask: Ask, axes: dict[int, Resample]) -> Rule:
                 t = axis.apply(t, d, 0, out.start[d], out.stop[d])
             return t
 
-        return site.named(_interpolate, work, *UPSAMPLE)
+        return tile.named(_interpolate, work, *UPSAMPLE)
 
-    return Rule({ask.out: layout}, {}, bind)
+    return Rule({op.out: layout}, {}, bind)
 
 
 def _straight(layout: Layout, dim: int) -> tuple[list[int], list[int], int]:
@@ -136,12 +138,12 @@ def _straight(layout: Layout, dim: int) -> tuple[list[int], list[int], int]:
 
 
 def _native(
-    site: Site, layout: Layout, shape: tuple[int, ...], mode: str, corners: bool,
+    tile: Tile, layout: Layout, shape: tuple[int, ...], mode: str, corners: bool,
     scales: list[float | None], name: str,
 ) -> Any:  # fmt: skip
-    """A whole number of outputs per input: ATen's own kernel on the slab, then a crop.
+    """A whole number of outputs per input: ATen's own kernel on the padded, then a crop.
 
-    Seen from any input cell the pattern is the same, and where the slab ends without the image
+    Seen from any input cell the pattern is the same, and where the padded ends without the image
     ending, the outputs that would miss a tap are not ours.
     """
     times = {d: shape[d] // layout.shape[d] for d in range(2, len(shape)) if layout.shape[d]}
@@ -151,11 +153,11 @@ def _native(
         return None
     if any(s not in (None, float(times[2 + k])) for k, s in enumerate(scales)):
         return None
-    out = site.out()
+    out = tile.out()
     crops = []
     for k, d in enumerate(layout.dims):
         if d > 1:
-            crops.append((d, out.start[d] - times[d] * site.slab_span(name, k)[0], out.shape[d]))
+            crops.append((d, out.start[d] - times[d] * tile.padded_span(name, k)[0], out.shape[d]))
 
     def run(t: Tensor) -> Tensor:
         size = [t.shape[d] * n for d, n in times.items()]

@@ -1,8 +1,8 @@
-"""The loss of an output that is cut: recorded like the model, and cut by the same table.
+"""The loss of a tiled output: recorded like the model, and run on tiles by the same layer rules.
 
-Per-pixel losses, with class weights and cells that do not count, and losses made of sums (Dice,
-IoU) come out as on one device, because every sum in them is one over all ranks. Targets are cut
-like the output that they are compared with.
+Per-pixel losses, with class weights and ignored cells, and losses made of sums (Dice, IoU) are
+those of one device, because every sum in them is one over all ranks. Targets are tiled like the
+output that they are compared with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import read_box, signature, stand_ins, tensors
 from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.group import SpatialGroup
-from gems.torch.spatial.partition import Bound, Laid, Uncuttable, bind, lay_out
+from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
+from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tracing.calls import Attr, Record, Ref, is_placeholder, leaves_of
 from gems.torch.tracing.record import record
 from gems.torch.tracing.unrecordable import REMEDY
@@ -30,13 +31,13 @@ from gems.torch.tracing.unrecordable import REMEDY
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
 Loss = Callable[[Any, Any], Any]
-LAST = "Let the last stage be one that is not cut"
+LAST = "Let the last stage be one that is not tiled"
 PENALTY = "For a penalty on weights use the optimizer's weight_decay, or Trainer(regularizer=...)."
 PICKED = "If it picks cells by a mask, write x[mask].mean() as (x * mask).sum() / mask.sum()."
 
 
 class _Called(nn.Module):
-    """A loss function as a module: if it cannot be recorded, it is one leaf and runs whole."""
+    """A loss function as a module: if it cannot be recorded, it is a leaf and runs on all cells."""
 
     def __init__(self, function: Loss) -> None:
         super().__init__()
@@ -62,14 +63,14 @@ class _Compared(nn.Module):
 
 @dataclass
 class TiledLoss:
-    """A loss, recorded for outputs and targets of some shapes, and laid out over a grid."""
+    """A loss, recorded for outputs and targets of some shapes, and tiled over a grid."""
 
     module: nn.Module
     record: Record
-    laid: Laid
+    laid: StageLayout
     targets: list[str]  # the values of the record that are the target's tensors
-    print: tuple[Any, ...]
-    bound: dict[tuple[int, ...], tuple[Program, Bound]] = field(default_factory=dict)
+    fingerprint: tuple[Any, ...]
+    bound: dict[tuple[int, ...], tuple[Program, TiledStage]] = field(default_factory=dict)
 
     def opaque(self, loss: Loss) -> bool:
         """Whether this is the same loss, and nothing of it could be recorded."""
@@ -77,38 +78,43 @@ class TiledLoss:
         same = mine is loss or (isinstance(mine, _Called) and mine.function is loss)
         return same and "loss" in self.record.leaves
 
-    def on(self, team: SpatialGroup, draws: Draws) -> tuple[Program, Bound]:
-        """The loss on this rank of a team."""
-        if team.ranks not in self.bound:
-            placed, calls = bind(self.laid, team), self.record.calls
+    def on(self, group: SpatialGroup, draws: Draws) -> tuple[Program, TiledStage]:
+        """The loss on this rank of a spatial group."""
+        if group.ranks not in self.bound:
+            placed, calls = bind(self.laid, group), self.record.calls
             outputs = self.record.outputs
             program = write(self.record, self.module, calls, outputs, draws, None, placed.runs)
-            self.bound[team.ranks] = program, placed
-        return self.bound[team.ranks]
+            self.bound[group.ranks] = program, placed
+        return self.bound[group.ranks]
 
-    def run(self, bound: Bound, output: Any, target: Any, draws: Draws) -> Tensor:
+    def run(self, bound: TiledStage, output: Any, target: Any, draws: Draws) -> Tensor:
         """The loss of the whole output, the same on every rank; its gradient is a rank's part."""
-        program, placed = self.on(bound.team, draws)
+        program, placed = self.on(bound.group, draws)
         parts = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         device = parts[0].device
         for name, x in zip(self.targets, tensors(target), strict=True):
             parts.append(read_box(x, placed.box(name)).to(device, non_blocking=True))
         by_name = dict(zip(self.record.inputs, parts, strict=True))
-        placed.memory.now = bound.memory.now
+        placed.context.saved = bound.context.saved
         try:
             (found,) = program.run(*(by_name[name] for name in program.inputs))
         finally:
-            placed.memory.now = None
+            placed.context.saved = None
         return found
 
 
 def prepare(
-    loss: Loss, model: Record, last: Laid, target: Any, draws: Draws, known: dict[Any, TiledLoss]
+    loss: Loss,
+    model: Record,
+    last: StageLayout,
+    target: Any,
+    draws: Draws,
+    known: dict[Any, TiledLoss],
 ) -> TiledLoss:
-    """The loss for targets like this, if need be recorded anew; `known` has those so far.
+    """The loss for targets like this, recorded again if need be; `known` has those so far.
 
-    A loss may change from step to step (a weight that grows, say), and a recording would not
-    notice. So it is recorded in every step, which takes milliseconds, and compared.
+    A loss may change from step to step, for instance by a weight that grows. So it is recorded in
+    every step, which takes milliseconds, and compared.
     """
     key = signature(target)
     if key in known and known[key].opaque(loss):  # which is called as it is, whatever it does
@@ -118,19 +124,19 @@ def prepare(
     try:
         traced = record(module, args, device=model.device)
     except TraceError as error:
-        said = str(error).removeprefix(f"{_Compared.__name__}.forward ").removesuffix(REMEDY)
-        advice = PENALTY if "wants a gradient" in said else PICKED
+        reason = str(error).removeprefix(f"{_Compared.__name__}.forward ").removesuffix(REMEDY)
+        advice = PENALTY if "wants a gradient" in reason else PICKED
         raise PlanError(
-            f"the model's output is cut, but the loss {said.rstrip('. ')}. {advice} {LAST}"
+            f"the model's output is tiled, but the loss {reason.rstrip('. ')}. {advice} {LAST}"
         ) from error
-    print = _print(traced)
-    if key not in known or known[key].print != print:
-        known[key] = _laid(module, traced, model, last, draws, print)
+    fingerprint = _fingerprint(traced)
+    if key not in known or known[key].fingerprint != fingerprint:
+        known[key] = _laid(module, traced, model, last, draws, fingerprint)
     return known[key]
 
 
 def _whole(model: Record) -> Callable[[Any], Any]:
-    """Stands in for an output of the model, all of it."""
+    """Meta tensors in place of the model's whole outputs."""
 
     def stand_in(x: Any) -> Any:
         if not isinstance(x, Ref):
@@ -142,8 +148,8 @@ def _whole(model: Record) -> Callable[[Any], Any]:
     return stand_in
 
 
-def _print(traced: Record) -> tuple[Any, ...]:
-    """All that a recording says: the calls, and everything they are given."""
+def _fingerprint(traced: Record) -> tuple[Any, ...]:
+    """The calls of a recording, and all their arguments."""
     plain = (Ref, Attr, int, float, complex, str, type(None), torch.dtype)
 
     def spelled(x: Any) -> Any:
@@ -159,8 +165,9 @@ def _print(traced: Record) -> tuple[Any, ...]:
 
 
 def _laid(
-    module: nn.Module, traced: Record, model: Record, last: Laid, draws: Draws, print: Any
-) -> TiledLoss:
+    module: nn.Module, traced: Record, model: Record, last: StageLayout, draws: Draws,
+    fingerprint: tuple[Any, ...],
+) -> TiledLoss:  # fmt: skip
     layouts = [last.layouts.get(ref.name) for ref in leaves_of(model.output)]
     given = {n: x for n, x in zip(traced.inputs, layouts, strict=False) if x is not None}
     targets = list(traced.inputs[len(layouts) :])
@@ -171,21 +178,21 @@ def _laid(
             entering[name] = layout
     try:
         laid = lay_out(traced, module, traced.calls, entering, draws, given=given)
-    except Uncuttable as error:
+    except CallNotTileable as error:
         raise PlanError(
-            f"the model's output is cut, but in the loss {error}; an exact cut of it does not "
-            f"exist or is not known. {PICKED + ' ' if traced.leaves else ''}{LAST}"
+            f"the model's output is tiled, but in the loss {error}; no exact form of it on "
+            f"tiles is known. {PICKED + ' ' if traced.leaves else ''}{LAST}"
         ) from error
     for line in laid.gathered():
         log.info("in the loss, %s: every rank gathers its inputs and runs all of it", line)
     if len(traced.outputs) != 1 or traced.outputs[0] in laid.layouts:
         shapes = [traced.values[name].shape for name in traced.outputs]
-        raise PlanError(f"the loss of a cut output must give one number; it gives {shapes}")
-    return TiledLoss(module, traced, laid, targets, print)
+        raise PlanError(f"the loss of a tiled output must give one number; it gives {shapes}")
+    return TiledLoss(module, traced, laid, targets, fingerprint)
 
 
 def _like(shape: tuple[int, ...], outputs: list[Layout]) -> Layout | None:
-    """A target's cut: that of an output with the same cells, channels or not."""
+    """A target's layout: that of an output with the same cells, channels or not."""
     for layout in outputs:
         out, own = layout.shape, layout.own
         pixels = out[:1] + out[2:]

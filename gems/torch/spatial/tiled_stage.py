@@ -1,0 +1,79 @@
+"""A stage on one rank of its spatial group: what to call instead of each call on tiled values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gems.geometry.box import Box
+from gems.torch.spatial.group import SpatialGroup
+from gems.torch.spatial.op import Run
+from gems.torch.spatial.partition import StageLayout
+from gems.torch.spatial.tile import ForwardContext, Tile
+from gems.torch.tracing.op_meter import storage_of
+
+
+@dataclass
+class TiledStage:
+    """`runs` replaces the calls that read or make tiled values, by their names."""
+
+    group: SpatialGroup
+    laid: StageLayout
+    runs: dict[str, Run]
+    context: ForwardContext
+
+    def box(self, name: str) -> Box | None:
+        """This rank's box of a value; None: all of it."""
+        layout = self.laid.layouts.get(name)
+        return None if layout is None else layout.boxes()[self.group.me]
+
+    def has_empty_tile(self, name: str) -> bool:
+        """Whether a rank of the spatial group has no cell of a value."""
+        layout = self.laid.layouts.get(name)
+        return layout is not None and any(box.empty for box in layout.boxes())
+
+
+def bind(laid: StageLayout, group: SpatialGroup) -> TiledStage:
+    """The stage on this rank of the group."""
+    context, runs = ForwardContext(), {}
+    for op, rule, wants in zip(laid.ops, laid.rules, laid.wants, strict=True):
+        if rule is None:
+            continue
+        tile = Tile(group, op, tuple(rule.outs), rule.windows, laid.layouts, wants, context)
+        runs[op.call.name] = _guarded(rule.bind(tile), tile)
+    return TiledStage(group, laid, runs, context)
+
+
+def _guarded(run: Run, tile: Tile) -> Run:
+    """A call on a tile, with results of the recorded types and shapes.
+
+    Autocast may run the operations of a layer rule in another precision than the layer. A layer on
+    a tile without cells may give no cells of another shape. Padded tiles are forgotten when the
+    layer has run: they are known by their memory, which is then used again.
+    """
+    op, context = tile.op, tile.context
+    names = [name for _, name in tile.call.outs]
+    dtypes = [getattr(torch, op.values[name].dtype) for name in names]
+    shape = tile.out().shape if names and tile.outs and tile.out().empty else None
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if op.by_name is not None:
+            args = (kwargs.pop(op.by_name),)
+        found = run(*args, **kwargs)
+        if context.saved is not None:
+            context.saved.clear()
+        if not isinstance(found, torch.Tensor):
+            return found
+        if shape is not None and found.shape != shape:
+            found = found.new_zeros(shape) + 0 * found.sum()
+        if op.must_copy and any(_overlap(found, x) for x in (*args, *kwargs.values())):
+            found = found.clone()
+        return found if found.dtype == dtypes[0] else found.to(dtypes[0])
+
+    return wrapped
+
+
+def _overlap(a: torch.Tensor, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and storage_of(a) == storage_of(b)
