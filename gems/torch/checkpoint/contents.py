@@ -59,8 +59,8 @@ class Snapshot:
 
     def present(self, trainer: Trainer) -> dict[str, Callable[[], Tensor]]:
         """How to get those of the tensors that are put away."""
-        adapter, states = trainer.adapter, trainer.updates and trainer.updates.states
-        found = {key: partial(adapter.copy, name) for key, name in self.away.items()}
+        weights, states = trainer.weights, trainer.updates and trainer.updates.states
+        found = {key: partial(weights.copy, name) for key, name in self.away.items()}
         for key, tensor in self.tensors.items():
             if states is not None and states.has(tensor):
                 found[key] = partial(states.copy, tensor)
@@ -98,7 +98,7 @@ def _shared_state(trainer: Trainer) -> dict[str, Any]:
     if trainer.optimizer is None or not trainer.plan.zero:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
-    shards = [shard for shard in trainer.adapter.shards.values() if shard.level]
+    shards = [shard for shard in trainer.weights.shards.values() if shard.level]
     states = trainer.updates and trainer.updates.states
     get = states.present if states else lambda x: x
     return joined_states(trainer.optimizer, shards, trainer.transport, mine, get)
@@ -119,7 +119,7 @@ def _own_part(
         first[name] = label
         if writer[name] == rank:
             put[f"model.{label}"] = weights[name]
-            if name in trainer.adapter.at_home:
+            if name in trainer.weights.offloaded:
                 taken.away[f"model.{label}"] = name
     for name in unlisted(trainer):
         if writer[name] == rank:
@@ -137,7 +137,7 @@ def _own_part(
     part["shared"] = _shared(trainer, extra if rank == 0 else None, mine)
     if trainer.optimizer is not None:
         named = by_name(trainer.optimizer, trainer._stepped())
-        shards = [shard for shard in trainer.adapter.shards.values() if shard.level]
+        shards = [shard for shard in trainer.weights.shards.values() if shard.level]
         pieces = {n for shard in shards for n in shard.pieces}
         states = {n: x for n, x in named.state.items() if n not in pieces} | dict(shared)
         part["names"] = named.names
@@ -197,7 +197,7 @@ def _older(trainer: Trainer) -> dict[str, Tensor]:
     """The version before the newest, of the weights that this rank has."""
     if trainer.endless is None:
         return {}
-    older = trainer.endless.turns.versions.older()
+    older = trainer.endless.batches.versions.older()
     return {name: older[p] for name, p in trainer._named_parameters() if p in older}
 
 
@@ -379,7 +379,7 @@ def part_of(
     trainer: Trainer, plain: Mapping[str, Any], tensors: Mapping[str, Place], found: Unfit
 ) -> Part:
     """What this rank reads, of what fits."""
-    held, weights = trainer.adapter.held, weights_of(trainer)
+    held, weights = trainer.weights.held, weights_of(trainer)
     wanted = {f"model.{label}": name for label, name in labelled(trainer).items()}
     wanted |= {f"buffers.{name}": name for name in unlisted(trainer)}
     mine = {
@@ -404,7 +404,7 @@ def part_of(
 
 def _apart(trainer: Trainer) -> dict[int, set[str]]:
     """For each stage of which something is put away just here, the names of its weights."""
-    shards = trainer.adapter.shards
+    shards = trainer.weights.shards
     found = {s: set(shard.parameters) for s, shard in shards.items() if shard.at_home}
     if trainer.updates is not None and trainer.updates.states is not None:
         stepped = {id(p): name for name, p in trainer._stepped().items()}
@@ -491,11 +491,11 @@ def put_stage(
 ) -> None:
     """Take over what is put away of one stage, after all the rest."""
     parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
-    shard = trainer.adapter.shards.get(stage)
+    shard = trainer.weights.shards.get(stage)
     for key, name in part.weights.items():
         if key not in tensors:
             continue
-        trainer.adapter.put(name, tensors[key])
+        trainer.weights.put(name, tensors[key])
         saved = plain["state"].get(name) if part.training and name in stepped else None
         if saved is not None:
             assert trainer.optimizer is not None
@@ -522,7 +522,7 @@ def _put_training(
         for k, n in part.weights.items()
         if n in stepped and n in here and tensors[k].dtype == parameters[n].dtype
     }
-    for shard in trainer.adapter.shards.values():
+    for shard in trainer.weights.shards.values():
         for name in set(state).intersection(shard.parameters):
             whole, piece = state.pop(name), shard.pieces.get(name)
             if piece is not None:
@@ -543,5 +543,5 @@ def _put_training(
         trainer.scale.value, trainer.scale.good = plain["scale"]["value"], plain["scale"]["good"]
     if trainer.seed != plain["seed"]:
         log.info("random numbers go on with the checkpoint's seed %s", plain["seed"])
-        trainer.seed = trainer.adapter.draws.seed = plain["seed"]
+        trainer.seed = trainer.runner.draws.seed = plain["seed"]
     put_back(decode(own_random(trainer, plain), tensors), trainer.device)

@@ -239,7 +239,7 @@ def _wrong_shapes(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) 
     shapes: dict[str, tuple[int, ...]] = {}  # of those that will be taken
     for key, name in keys.items():
         place = tensors.get(key)
-        if name in trainer.adapter.held and getattr(place, "shape", None) == weights[name].shape:
+        if name in trainer.weights.held and getattr(place, "shape", None) == weights[name].shape:
             shapes[name] = tuple(weights[name].shape)
     if plain["optimizer"]["kind"] in ELEMENTWISE:
         for name, state in plain["state"].items():
