@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gems
-from gems.schedule.core import parse
+from gems.schedule.action import parse
 
 # Two stages, three micro-batches: rank 1 puts its weight gradients off to the end.
 ORDER = """

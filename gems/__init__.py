@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gems.plans.plan import Plan as Plan
     from gems.predict.simulate import simulate as simulate
     from gems.predict.timeline import Timeline as Timeline
-    from gems.schedule.core import Schedule as Schedule
+    from gems.schedule.action import Schedule as Schedule
     from gems.torch.checkpoint.manifest import latest as latest
     from gems.torch.checkpoint.weight_files import read_weights as read_weights
     from gems.torch.interrupt import Interrupt as Interrupt
@@ -32,7 +32,7 @@ _WHERE = {
     "Interrupt": "gems.torch.interrupt",
     "Machine": "gems.hardware",
     "Plan": "gems.plans.plan",
-    "Schedule": "gems.schedule.core",
+    "Schedule": "gems.schedule.action",
     "Timeline": "gems.predict.timeline",
     "Trainer": "gems.torch.trainer",
     "latest": "gems.torch.checkpoint.manifest",

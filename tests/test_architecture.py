@@ -1,4 +1,4 @@
-"""The map of the package as a test: imports point down, and the pure rooms stay light."""
+"""The map of the package as a test: imports point down, and some packages load no framework."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "gems"
 
-# Top to bottom. A room may import itself and the rooms of the lines below its own.
-DOOR = "__init__"
-TOWER = (
+# Top to bottom. A package or module may import itself and those of the lines below its own.
+INIT = "__init__"
+LAYERS = (
     ("__main__",),
     ("cli",),
-    (DOOR,),
+    (INIT,),
     ("torch",),
     ("engine", "planner"),
     ("draw", "transport"),
@@ -30,18 +30,18 @@ TOWER = (
     ("files",),
     ("errors", "version"),
 )
-LEVEL = {room: level for level, rooms in enumerate(TOWER) for room in rooms}
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-# Beside the tower: what each may import of it, and the only rooms that may import them.
+# Beside the layers: what each may import of them, and the only ones that may import it.
 BESIDE = {"models": set(), "data": {"errors"}}
-VISITORS = {"__main__", "cli", DOOR}
+USERS_OF_BESIDE = {"__main__", "cli", INIT}
 
 # These load no framework. The command line shows its help without one, too.
 PURE = {
     *("errors", "version", "files", "geometry", "hardware", "model", "plans"),
     *("schedule", "predict", "draw", "planner"),
 }
-LIGHT = PURE | {DOOR, "__main__", "cli"}
+LIGHT = PURE | {INIT, "__main__", "cli"}
 # What one rank of `gems train` or `gems eval` runs: the command line loads it when a rank starts.
 RANK = {("gems", "cli", "job"), ("gems", "cli", "judge")}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}
@@ -60,12 +60,12 @@ def module(path: Path) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "__init__" else parts
 
 
-def room(name: tuple[str, ...]) -> str:
-    """The room of a module of ours; the package itself is the door."""
-    return name[1] if len(name) > 1 else DOOR
+def part(name: tuple[str, ...]) -> str:
+    """The part of the map that a module of ours belongs to; the package itself is `__init__`."""
+    return name[1] if len(name) > 1 else INIT
 
 
-def rooms_on_disk() -> set[str]:
+def parts_on_disk() -> set[str]:
     """Every top-level module and every folder that holds one."""
     return {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
 
@@ -112,14 +112,14 @@ def may_import(source: str, target: str) -> bool:
     if source in BESIDE:
         return target in BESIDE[source]
     if target in BESIDE:
-        return source in VISITORS
+        return source in USERS_OF_BESIDE
     return LEVEL[source] < LEVEL[target]
 
 
 def upward(path: Path, source: str) -> list[str]:
     """Every import of `source`, wherever it stands, that goes up or sideways."""
-    here = room(module(path))
-    targets = [(n, room(name)) for n, name in imported(path, source, True) if name[0] == "gems"]
+    here = part(module(path))
+    targets = [(n, part(name)) for n, name in imported(path, source, True) if name[0] == "gems"]
     return [
         f"{path.relative_to(ROOT)}:{line}: {here} imports {there}, which is not below it"
         for line, there in targets
@@ -128,14 +128,14 @@ def upward(path: Path, source: str) -> list[str]:
 
 
 def heavy(path: Path, source: str) -> list[str]:
-    """Every import that would load a framework together with a room that needs none."""
-    if room(module(path)) not in LIGHT or module(path) in RANK:
+    """Every import that would load a framework together with a package that needs none."""
+    if part(module(path)) not in LIGHT or module(path) in RANK:
         return []
     return [
         f"{path.relative_to(ROOT)}:{line}: imports {'.'.join(name)} at the top: move it into the"
-        " function that needs it, or the function into another room"
+        " function that needs it, or the function into another package"
         for line, name in imported(path, source, False)
-        if name[0] in FRAMEWORKS or (name[0] == "gems" and room(name) in {"torch", "keras"})
+        if name[0] in FRAMEWORKS or (name[0] == "gems" and part(name) in {"torch", "keras"})
     ]
 
 
@@ -152,9 +152,9 @@ def modules_after(*imports: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_every_room_is_on_the_map():
-    lost = rooms_on_disk() - set(LEVEL) - set(BESIDE)
-    assert not lost, f"{sorted(lost)} stand nowhere in TOWER or BESIDE: give them a level"
+def test_every_part_is_on_the_map():
+    lost = parts_on_disk() - set(LEVEL) - set(BESIDE)
+    assert not lost, f"{sorted(lost)} are neither in LAYERS nor in BESIDE: add them"
 
 
 @every_file
@@ -164,7 +164,7 @@ def test_imports_point_down(path):
 
 
 @every_file
-def test_light_rooms_import_no_framework_at_the_top(path):
+def test_light_packages_import_no_framework_at_the_top(path):
     found = heavy(path, path.read_text(encoding="utf-8"))
     assert not found, "\n".join(found)
 
@@ -185,15 +185,15 @@ def test_import_gems_loads_no_framework():
     assert not modules_after("gems") & FRAMEWORKS
 
 
-def test_the_pure_rooms_load_nothing_of_the_web():
+def test_pure_packages_load_nothing_of_the_web():
     """An escape function of xml.sax once brought urllib, http and ssl: a third of the import."""
-    rooms = ("gems.planner.search", "gems.schedule.build", "gems.draw.svg", "gems.files")
-    assert not modules_after(*rooms) & {"ssl", "http.client", "urllib.request", "email"}
+    names = ("gems.planner.search", "gems.schedule.build", "gems.draw.svg", "gems.files")
+    assert not modules_after(*names) & {"ssl", "http.client", "urllib.request", "email"}
 
 
-def test_the_pure_rooms_and_the_command_line_load_no_framework():
+def test_pure_packages_and_the_command_line_load_no_framework():
     names = [module(path) for path in FILES if path.name != "__main__.py"]
-    light = [".".join(name) for name in names if room(name) in LIGHT and name not in RANK]
+    light = [".".join(name) for name in names if part(name) in LIGHT and name not in RANK]
     loaded = modules_after(*light)
     assert set(light) <= loaded
     assert not loaded & FRAMEWORKS
@@ -206,8 +206,8 @@ def test_the_pure_rooms_and_the_command_line_load_no_framework():
         ("geometry/box.py", "import gems.hardware"),  # sideways
         ("engine/loop.py", "from gems.planner import search"),  # sideways, between folders
         ("plans/plan.py", "from gems import schedule"),  # by way of the package
-        ("plans/plan.py", "from gems import Plan"),  # through the door
-        ("schedule/core.py", "from ..predict.timeline import Event"),  # relative
+        ("plans/plan.py", "from gems import Plan"),  # through the package
+        ("schedule/action.py", "from ..predict.timeline import Event"),  # relative
         ("schedule/__init__.py", "from .. import draw"),  # relative, from a folder's own file
         ("draw/svg.py", "def f():\n    from gems.engine import loop"),  # late
         ("models/resnet.py", "from gems.errors import GemsError"),
@@ -224,9 +224,9 @@ def test_the_rule_sees_what_points_up(file, line):
     "file, line",
     [
         ("plans/plan.py", "from gems.geometry.grid import Grid"),
-        ("schedule/papers/gpipe.py", "from ..core import Action"),
-        ("schedule/__init__.py", "from .core import Action"),
-        ("schedule/core.py", "from gems import plans"),
+        ("schedule/papers/gpipe.py", "from ..action import Action"),
+        ("schedule/__init__.py", "from .action import Action"),
+        ("schedule/action.py", "from gems import plans"),
         ("torch/trainer.py", "import torch\nfrom gems.engine.executor import Engine"),
         ("data/slides.py", "from gems.errors import GemsError\nfrom gems.data import synthetic"),
         ("models/unet.py", "import torch\nfrom gems.models.resnet import block"),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from gems import models
 from gems.model.graph import crossings
 from gems.planner.assign import assign, stages_by_name
 from gems.plans.plan import Plan
 from gems.schedule.build import lowered
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import trace
+from tests import networks
 from tests.exact import alone, assert_equal, batches, plainly, planned
 
 # Thin, and on small images, but with every block of the real thing.
@@ -65,7 +65,7 @@ CASES = [(name, plan) for name in NETWORKS for plan in DEEP.get(name, tuple(PLAN
 def network(name: str, **more: Any) -> Any:
     kind, options, _ = NETWORKS[name]
     torch.manual_seed(0)
-    return models.build(kind, **(options | more)).double()
+    return networks.build(kind, **(options | more)).double()
 
 
 def data_for(name: str, steps: int = 2) -> list[Any]:
@@ -107,7 +107,7 @@ def test_dropout_and_stochastic_depth_are_those_of_one_rank(name: str, plan: str
 
 def unet(levels: int = 3) -> Any:
     torch.manual_seed(0)
-    return models.build("unet", width=4, levels=levels, num_classes=5).double()
+    return networks.build("unet", width=4, levels=levels, num_classes=5).double()
 
 
 def by_level(levels: int) -> list[list[str]]:
@@ -175,7 +175,7 @@ def test_a_long_skip_goes_straight_from_its_producer_to_its_reader() -> None:
 
 def test_a_value_with_many_readers_is_sent_once_to_each_stage() -> None:
     """A dense block reads its first value in every layer."""
-    model = models.build("densenet121", growth=2, width=4, layers=(4,), num_classes=5).double()
+    model = networks.build("densenet121", growth=2, width=4, layers=(4,), num_classes=5).double()
     graph = trace(model, torch.empty(1, 3, 16, 16, dtype=torch.float64)).graph
     stage_of = [min(3, i * 4 // len(graph.blocks)) for i in range(len(graph.blocks))]
     for (a, _), names in crossings(graph, stage_of).items():

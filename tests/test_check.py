@@ -10,8 +10,8 @@ from gems.errors import ScheduleError
 from gems.model.costs import unit
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
+from gems.schedule.action import Action, Kind, Schedule, parse
 from gems.schedule.build import build, lowered
-from gems.schedule.core import Action, Kind, Schedule, parse
 from gems.schedule.validate import check, require
 
 CHAIN = Plan(stages=2, micro_batches=2, schedule="1f1b")

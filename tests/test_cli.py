@@ -18,7 +18,7 @@ from gems.files import from_json
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
-from gems.schedule.core import parse
+from gems.schedule.action import parse
 
 STEP = str(Path(__file__).parent.parent / "docs" / "step.json")  # four ranks, gems, measured
 SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--image-size", "16"]
@@ -121,10 +121,17 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
         (["plan", *SMALL, "--stages", "2", "--balance", "1,1"], "sums to 2, but the model has"),
         (["plan", "--model", "nothing"], "there is no model 'nothing'; choose one of"),
         (
-            ["plan", "--model", "densenet121", "--num-layers", "3"],
-            "--num-layers means nothing to densenet121",
+            ["plan", "--model", "cosmoflow", "--num-layers", "3"],
+            "--num-layers means nothing to cosmoflow",
         ),
-        (["plan", "--model", "resnet-50"], "there is no model 'resnet_50'; did you mean resnet50"),
+        (
+            ["plan", "--model", "resnet-50"],
+            "comes from a library: write timm/resnet50 (pip install",
+        ),
+        (
+            ["plan", "--model", "resnet-v3"],
+            "no model 'resnet_v3'; did you mean resnet_v2, resnet_v1",
+        ),
         (["plan", "--model", "unet", "--model-option", "levels"], "'levels' is not name=value"),
         (
             ["plan", "--model", "unet", "--model-option", "dims=2", "--model-option", "dims=3"],

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from gems import models
 from gems.model.graph import crossings
 from gems.planner.assign import stages_by_name
 from gems.plans.plan import Plan
 from gems.torch.tracing.trace import trace
 from gems.transport.protocol import Transport
+from tests import networks
 from tests.exact import alone, assert_equal, join, plainly, planned, trained
 from tests.worlds import spawn
 
@@ -31,7 +31,7 @@ Network = tuple[str, dict[str, Any], tuple[int, ...]]
 def network(which: Network, **more: Any) -> nn.Module:
     name, options, _ = which
     torch.manual_seed(0)
-    return models.build(name, **(options | more)).double()
+    return networks.build(name, **(options | more)).double()
 
 
 def data_for(which: Network, samples: int) -> list[Any]:

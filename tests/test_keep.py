@@ -35,8 +35,8 @@ from gems.predict.recompute_cost import Footprint, again, footprint, runs
 from gems.predict.simulate import simulate
 from gems.predict.stage_costs import price
 from gems.schedule import greedy
+from gems.schedule.action import Kind, Schedule, parse
 from gems.schedule.build import build, lowered
-from gems.schedule.core import Kind, Schedule, parse
 from gems.schedule.validate import check
 from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import split

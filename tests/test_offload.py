@@ -23,8 +23,8 @@ from gems.model.costs import Cost, Costs, unit
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.schedule import greedy
+from gems.schedule.action import Kind, Schedule, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind, Schedule, parse
 from gems.schedule.lower.passes import lower
 from gems.schedule.validate import check
 from gems.torch.offload.activations import Bundle, View

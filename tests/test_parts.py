@@ -13,7 +13,7 @@ from torch import nn
 from gems.errors import PlanError
 from gems.plans.plan import Plan
 from gems.predict.memory import live
-from gems.schedule.core import Kind
+from gems.schedule.action import Kind
 from gems.torch.offload.split_inputs import part_of
 from gems.torch.spatial.group import CHANNEL, SpatialGroup
 from gems.torch.trainer import Trainer

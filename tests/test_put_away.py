@@ -21,8 +21,9 @@ from gems.hardware import Link, bytes_of, machine
 from gems.model.costs import Cost, Costs
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
+from gems.schedule.action import Kind, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind, Run, parse
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -241,7 +242,7 @@ def test_each_direction_fetches_for_itself() -> None:
     assert [a.kind for a in ends] == [Kind.ALL_REDUCE] * 3
     fetched = [[a.stage for a in row if a.kind is Kind.UNSHARD] for row in schedule.ranks]
     assert fetched == [[0, 2, 0, 2], [1], [2, 0, 2, 0]]  # rank 1 has one stage in both directions
-    assert len(list(Run(schedule, replace(GEMS, offload="weights")))) == sum(
+    assert len(list(ScheduleMachine(schedule, replace(GEMS, offload="weights")))) == sum(
         len(row) for row in schedule.ranks
     )
 

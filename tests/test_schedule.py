@@ -14,9 +14,11 @@ from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import counted
 from gems.schedule import greedy
+from gems.schedule.action import Message, Schedule, parse, parse_action
 from gems.schedule.build import build, lowered
-from gems.schedule.core import Message, Run, Schedule, parse, parse_action
-from gems.schedule.lower.passes import forward_only, receipts
+from gems.schedule.lower.messages import receipts
+from gems.schedule.lower.passes import forward_only
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check
 
 GRID = [(p, m) for p in range(1, 9) for m in range(1, 17)]
@@ -475,7 +477,7 @@ def _notes(error: BaseException) -> list[str]:
 @given(team_plans())
 def test_prediction_runs_forward_only_on_every_rank_of_a_team(plan: Plan) -> None:
     schedule = forward_only(plan)
-    run = Run(schedule, plan)
+    run = ScheduleMachine(schedule, plan)
     assert len(list(run)) == sum(map(len, schedule.ranks)) and run.stuck() == []
     done = Counter((rank, a.stage, a.micro_batch) for rank, a in schedule if a.computes)
     wanted = ((s, i) for s in range(plan.depth) for i in range(plan.total))

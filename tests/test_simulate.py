@@ -12,8 +12,8 @@ from gems.model.costs import Cost, Costs, Edge, unit
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate, virtual
 from gems.predict.timeline import Event, Timeline
+from gems.schedule.action import parse
 from gems.schedule.build import build, lowered
-from gems.schedule.core import parse
 
 TWO = Costs((Cost(), Cost()), messages=(Edge(0, 1, 100, 100),))
 LINK = Link(bandwidth=50.0, latency=0.5)  # a message of 100 bytes takes 2.5 s

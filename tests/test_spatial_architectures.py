@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gems import models
 from gems.plans.plan import Plan
+from tests import networks
 from tests.exact import alone, assert_equal, batches, plainly, planned
 from tests.spatial import Plain
 
@@ -41,21 +41,21 @@ class Volumes(nn.Module):
 
 # Thin, and on small images, but with every block of the real thing.
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "ResNet-50": (lambda: models.build("resnet50", width=2, num_classes=CLASSES), (3, 70, 99)),
+    "ResNet-50": (lambda: networks.build("resnet50", width=2, num_classes=CLASSES), (3, 70, 99)),
     "ResNet-110-v2": (
-        lambda: models.build("resnet110_v2", width=2, num_classes=CLASSES),
+        lambda: networks.build("resnet110_v2", width=2, num_classes=CLASSES),
         (3, 27, 21),
     ),
     "U-Net": (
-        lambda: models.build("unet", width=2, levels=4, num_classes=CLASSES),
+        lambda: networks.build("unet", width=2, levels=4, num_classes=CLASSES),
         (3, 43, 38),
     ),
     "AmoebaNet-D": (
-        lambda: models.build("amoebanet_d", num_layers=3, num_filters=8, num_classes=CLASSES),
+        lambda: networks.build("amoebanet_d", num_layers=3, num_filters=8, num_classes=CLASSES),
         (3, 70, 99),
     ),
     "ConvNeXt": (
-        lambda: models.build(
+        lambda: networks.build(
             "convnext_tiny", depths=(1, 1, 3, 1), dims=(4, 4, 6, 8), num_classes=CLASSES, scale=0.1
         ),
         (3, 70, 99),
@@ -162,7 +162,7 @@ def test_the_gradient_of_the_image_is_exact_too(name: str, training: bool, fused
 def test_stochastic_depth_and_dropout_of_an_efficientnet_are_those_of_one_rank() -> None:
     torch.manual_seed(0)
     groups = ((1, 4, 1, 1, 3), (6, 4, 2, 2, 3), (6, 6, 2, 1, 5))
-    model = models.build(
+    model = networks.build(
         "efficientnet_b0", stem=4, head=8, num_classes=CLASSES, dropout=0.2, drop_path=0.3,
         groups=groups,
     ).double()  # fmt: skip

@@ -17,7 +17,7 @@ from torch import nn
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError
 from gems.plans.plan import Plan
-from gems.schedule.core import Action
+from gems.schedule.action import Action
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run

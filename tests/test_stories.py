@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems import models
 from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
+from tests import networks
 from tests.exact import assert_equal, batches, close, join, plainly, planned, sgd, trained
 from tests.worlds import spawn
 
@@ -23,13 +23,13 @@ Tensor = torch.Tensor
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return models.build("resnet_v1", depth=8, width=4, num_classes=5).double()
+    return networks.build("resnet_v1", depth=8, width=4, num_classes=5).double()
 
 
 def without_batch_norm() -> nn.Module:
     """Every sample by itself, so that the size of a micro-batch is nobody's business."""
     torch.manual_seed(0)
-    return models.build("resnet50", width=2, layers=(1, 1), norm="group", num_classes=5).double()
+    return networks.build("resnet50", width=2, layers=(1, 1), norm="group", num_classes=5).double()
 
 
 def data(steps: int = 2, samples: int = 8, side: int = 12) -> list[Any]:
@@ -177,7 +177,7 @@ def test_copies_of_split_and_two_way_schedules_are_reduced(plan: Plan) -> None:
 # "Backward of skip connections not supported yet"
 def test_a_unet_trains_over_three_stages() -> None:
     torch.manual_seed(0)
-    model = models.build("unet", width=2, levels=3, num_classes=5).double()
+    model = networks.build("unet", width=2, levels=3, num_classes=5).double()
     made = [(x, torch.randint(5, (4, 12, 12))) for x, _ in data(2, 4, 12)]
     plan = Plan(stages=3, micro_batches=2, schedule="1f1b")
     assert_equal(planned(model, made, plan), plainly(model, made, 2))
@@ -356,3 +356,27 @@ def test_weights_behind_an_argmax_are_left_alone() -> None:
         found = planned(Chooses().double(), made, plan)
         assert found.gradients[0]["picks.weight"] is None
         assert_equal(found, plainly(Chooses().double(), made, 2))
+
+
+# The thread transport held the parts of every collective for ever: a rank's memory grew by its
+# gradients in each step.
+def test_threads_hold_no_finished_collectives() -> None:
+    def held(rounds: int) -> int:
+        worlds: set[Any] = set()
+
+        def work(transport: Any) -> None:
+            worlds.add(transport.shared)
+            for _ in range(rounds):
+                one, other = (transport.all_reduce(torch.ones(2), (0, 1)) for _ in range(2))
+                for handle in (other, one, one):  # in any order, and twice
+                    handle.wait()
+                transport.reduce_scatter(torch.ones(2), (0, 1)).wait()
+                transport.all_gather(torch.ones(2), (0, 1)).wait()
+                transport.broadcast(torch.ones(2), 0)
+                transport.all_gather_object(rounds)
+
+        run(2, work)
+        (world,) = worlds
+        return sum(len(x) for x in vars(world).values() if isinstance(x, dict))
+
+    assert held(30) == held(1) == 0

@@ -28,7 +28,6 @@ from gems.errors import PlanError
 from gems.files import from_json, to_json
 from gems.hardware import machine
 from gems.model.estimate import estimate
-from gems.models import build
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
 from gems.torch.spatial.partition import Uncuttable
@@ -38,6 +37,7 @@ from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
 from tests.exact import Outcome, assert_equal, join, plainly, planned, trained
+from tests.networks import build
 from tests.spatial import Plain
 from tests.test_spatial_generated import GRIDS, Function, some_cut, stack
 from tests.worlds import spawn
@@ -439,7 +439,10 @@ def test_prediction_streams_too() -> None:
 
 
 def test_the_command_line_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    network, file = ["--model", "convnext-tiny", "--image-size", "64"], tmp_path / "plan.json"
+    network, file = (
+        ["--model", "tests.networks:convnext_tiny", "--image-size", "64"],
+        tmp_path / "plan.json",
+    )
     streamed = ["--stages", "2", "--stream", "2x2", "--out", str(file)]
     assert main(["plan", *network, *streamed]) == 0
     plan = from_json(Plan, file.read_text())

@@ -23,8 +23,8 @@ from gems.errors import PlanError, ScheduleError
 from gems.plans.offload import WHAT, WHERE
 from gems.plans.plan import ASYNCHRONOUS, PLACEMENTS, Plan
 from gems.plans.plan import SCHEDULES as ALL
+from gems.schedule.action import Kind
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind
 from tests.exact import Outcome, batches, plainly, same_state
 from tests.test_zero import planned
 

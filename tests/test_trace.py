@@ -16,17 +16,17 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from gems import models
 from gems.errors import PlanError, TraceError
 from gems.model.graph import crossings
 from gems.plans.plan import Plan
-from gems.schedule.core import parse
+from gems.schedule.action import parse
 from gems.schedule.lower.passes import lower
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.rng import Draws
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.threads import run
+from tests import networks
 from tests.exact import assert_equal, batches, plainly, planned, same_state, sgd
 
 Tensor = torch.Tensor
@@ -146,7 +146,7 @@ def test_another_batch_another_image_size_and_eval_are_recorded_anew(
     shape: tuple[int, ...], training: bool
 ) -> None:
     torch.manual_seed(0)
-    model = models.build("unet", width=2, levels=3).double().train(training)
+    model = networks.build("unet", width=2, levels=3).double().train(training)
     plain = copy.deepcopy(model)
     x = torch.randn(shape, dtype=torch.float64)
     assert torch.equal(run_stages(model, x, 3), plain(x))
@@ -642,7 +642,7 @@ STASHED = {
 @pytest.mark.parametrize("parts", [1, 3])
 def test_predicted_stash_bytes_are_those_of_a_real_run(name: str, parts: int) -> None:
     options, shape = STASHED[name]
-    model = models.build(name, **options)
+    model = networks.build(name, **options)
     x = torch.randn(shape)
     traced = trace(model, x)
     n = len(traced.graph.blocks)
@@ -678,7 +678,7 @@ def test_predicted_stash_bytes_are_those_of_a_real_run(name: str, parts: int) ->
 
 def on_meta() -> nn.Module:
     with torch.device("meta"):
-        return models.build("resnet_v2", depth=11, width=2, num_classes=5)
+        return networks.build("resnet_v2", depth=11, width=2, num_classes=5)
 
 
 def initialised(plan: Plan) -> dict[str, Tensor]:
@@ -718,14 +718,14 @@ def test_a_meta_model_is_initialised_by_whoever_has_it_and_the_same_under_any_pl
 
 def test_a_meta_model_that_does_not_say_how_to_start_is_refused() -> None:
     with torch.device("meta"):
-        model = models.build("vit_base", image_size=8, patch=4, width=8, depth=1, heads=2)
+        model = networks.build("vit_base", image_size=8, patch=4, width=8, depth=1, heads=2)
     with pytest.raises(PlanError, match=r"(?s)give initialize=.*the model itself"):
         Trainer(model, sample=torch.empty(1, 3, 8, 8), plan=Plan())
 
 
 def test_initialize_sets_up_a_meta_model() -> None:
     with torch.device("meta"):
-        model = models.build("vit_base", image_size=8, patch=4, width=8, depth=1, heads=2)
+        model = networks.build("vit_base", image_size=8, patch=4, width=8, depth=1, heads=2)
 
     def ones(module: nn.Module) -> None:
         for p in module.parameters(recurse=False):

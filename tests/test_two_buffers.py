@@ -27,10 +27,10 @@ from gems.plans.plan import BATCHES, Plan
 from gems.predict.memory import live
 from gems.predict.simulate import simulate, virtual
 from gems.predict.timeline import Event, Timeline
+from gems.schedule.action import Action, Kind, Schedule, parse
 from gems.schedule.async_window import AT_ONCE, windows
 from gems.schedule.build import lowered
-from gems.schedule.core import Action, Kind, Schedule, parse
-from gems.schedule.lower.passes import receipts
+from gems.schedule.lower.messages import receipts
 from gems.schedule.validate import check
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer

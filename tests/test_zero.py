@@ -20,8 +20,9 @@ from gems.draw.svg import svg
 from gems.errors import PlanError, ScheduleError
 from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
+from gems.schedule.action import Schedule, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Run, Schedule, parse
+from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check, require
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -343,7 +344,7 @@ def test_check_finds_gathers_that_are_missing_crossed_or_for_nothing() -> None:
 
 def test_what_needs_weights_waits_until_all_ranks_have_come_to_gather_them() -> None:
     plan = Plan(stages=1, data=2, zero=3, schedule="sequential")
-    stuck = Run(parse("0: 0U 0F0\n1: 0F1@1\n"), plan)
+    stuck = ScheduleMachine(parse("0: 0U 0F0\n1: 0F1@1\n"), plan)
     assert [str(action) for _, action in stuck] == ["0U", "0F1@1"]
     assert [(rank, str(action)) for rank, _, action, _ in stuck.stuck()] == [(0, "0F0")]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from gems import models
 from gems.hardware import Machine
 from gems.model.costs import Costs
 from gems.model.estimate import estimate
@@ -20,13 +19,14 @@ from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
 from gems.torch.tracing.halo_costs import with_halos
 from gems.torch.tracing.trace import trace
+from tests import networks
 
 
 @cache
 def network(name: str, side: int, batch: int = 1, **options: Any) -> Graph:
     """In training, on square images of three channels."""
     with torch.device("meta"):
-        model = models.build(name, **options).train()
+        model = networks.build(name, **options).train()
     return with_halos(trace(model, torch.empty(batch, 3, side, side, device="meta")), model)
 
 

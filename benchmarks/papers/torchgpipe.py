@@ -24,7 +24,7 @@ from gems.hardware import machine
 from gems.model.costs import Cost, Costs
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 from gems.schedule.lower.passes import lower
 from gems.schedule.validate import require
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gems.hardware import machine
-from gems.models import build
 from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
+from tests.networks import build
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from gems.cli.options import add_model, add_plan, plan_from, studied
 from gems.errors import GemsError
 from gems.files import read_text
 from gems.plans.plan import Plan
+from gems.schedule.action import parse
 from gems.schedule.build import lowered
-from gems.schedule.core import parse
 from gems.schedule.validate import check
 
 

@@ -31,8 +31,8 @@ from gems.planner.assign import stages
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Timeline, timeline_problems
+from gems.schedule.action import Schedule, parse
 from gems.schedule.build import lowered
-from gems.schedule.core import Schedule, parse
 from gems.schedule.validate import require
 
 EXAMPLES = """examples:

@@ -19,7 +19,7 @@ EXAMPLES = """examples:
   gems draw --schedule 1f1b --stages 4 --parts 8 --svg 1f1b.svg --html 1f1b.html
   gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
   gems trace --model unet --image-size 512
-  gems plan --model resnet50 --image-size 1024 --auto 8 --machine v100 --out plan.json
+  gems plan --model resnet110-v2 --image-size 1024 --auto 8 --machine v100 --out plan.json
 """
 
 

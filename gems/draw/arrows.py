@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from gems.draw.mark import Mark
 from gems.plans.plan import Plan
-from gems.schedule.core import Fact, Kind, gives, needs
+from gems.schedule.action import Kind
+from gems.schedule.dependencies import Result, dependencies, results
 
 
 def arrows(found: list[Mark], plan: Plan | None = None) -> list[tuple[int, int]]:
@@ -15,17 +16,19 @@ def arrows(found: list[Mark], plan: Plan | None = None) -> list[tuple[int, int]]
     Without the plan, the edges between stages are those over which something was seen to be sent.
     """
     plan = plan or _seen(found)
-    givers: dict[tuple[Fact, int | None], list[int]] = defaultdict(list)
+    givers: dict[tuple[Result, int | None], list[int]] = defaultdict(list)
     for n, action in enumerate(mark.action for mark in found):
         if action.way == ">":
             message = action.message
-            fact = Fact(message.what, message.source, message.micro_batch)
+            fact = Result(message.what, message.source, message.micro_batch)
             givers[fact, message.target].append(n)
-        for fact in gives(action):
+        for fact in results(action):
             givers[fact, None].append(n)
     joined = []
     for n, action in enumerate(mark.action for mark in found):
-        wanted = [f for f in needs(action, plan) if f.stage != action.stage and action.computes]
+        wanted = [
+            f for f in dependencies(action, plan) if f.stage != action.stage and action.computes
+        ]
         for fact in wanted:
             able = [*givers[fact, None], *givers[fact, action.stage]]
             joined += [(m, n) for m in _last(found, able, n)]

@@ -16,7 +16,7 @@ from gems.draw.mark import Mark, marks
 from gems.draw.units import heading, stages_of
 from gems.plans.plan import Plan
 from gems.predict.timeline import KINDS, Timeline
-from gems.schedule.core import Kind
+from gems.schedule.action import Kind
 
 COMPUTE, MESSAGES, AWAY = 0, 1, 2  # threads
 LANES = ("compute", "messages", "memory put away")

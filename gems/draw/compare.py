@@ -12,7 +12,7 @@ from gems.draw.shapes import ACTIONS
 from gems.draw.units import counts_units, seconds
 from gems.errors import GemsError, problems
 from gems.predict.timeline import Event, Timeline
-from gems.schedule.core import Action
+from gems.schedule.action import Action
 
 CALLED = {"simulated": "predicted", "wall": "measured"}
 

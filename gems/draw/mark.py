@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gems.draw.shapes import ACTIONS, INK
 from gems.draw.units import seconds
 from gems.predict.timeline import Event, Timeline
-from gems.schedule.core import Action
+from gems.schedule.action import Action
 
 PALER = (ACTIONS["F"][2], "paler: replica 1")
 

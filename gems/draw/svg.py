@@ -21,7 +21,7 @@ from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, legend, line, page, re
 from gems.draw.units import counts_units, described, heading, scale, stages_of
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
-from gems.schedule.core import Action
+from gems.schedule.action import Action
 
 WIDTH, LEFT, RIGHT = 1200, 110, 24
 THIN, GAP = 5, 12  # the strip of messages under the boxes, and the air between two lanes

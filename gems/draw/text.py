@@ -15,7 +15,7 @@ from math import gcd
 from gems.draw.compare import aligned, difference, names
 from gems.draw.units import counts_units, heading
 from gems.predict.timeline import Event, Timeline
-from gems.schedule.core import Action
+from gems.schedule.action import Action
 
 Boxes = list[tuple[Event, Action]]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gems.predict.timeline import Memory
-from gems.schedule.core import Message
+from gems.schedule.action import Message
 from gems.transport.protocol import Work
 
 Tensors = dict[str, Any]

@@ -11,9 +11,9 @@ from gems.engine.adapter import Adapter, Tensors
 from gems.errors import note
 from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Meter, Timeline
-from gems.schedule.core import OF_STAGE, Action, Kind, Message, Schedule
+from gems.schedule.action import OF_STAGE, Action, Kind, Message, Schedule
+from gems.schedule.lower.messages import Receipts, receipts
 from gems.schedule.lower.offload import Storing
-from gems.schedule.lower.passes import Receipts, receipts
 from gems.transport.protocol import Done, Transport, Work
 
 log = logging.getLogger(__name__)

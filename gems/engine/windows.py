@@ -6,9 +6,9 @@ from gems.engine.adapter import Adapter
 from gems.engine.executor import Engine, Update
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
+from gems.schedule.action import Schedule
 from gems.schedule.async_window import AT_ONCE, Window, windows
-from gems.schedule.core import Schedule
-from gems.schedule.lower.passes import receipts
+from gems.schedule.lower.messages import receipts
 from gems.transport.protocol import Transport
 
 

@@ -1,10 +1,9 @@
 """Plain single-device networks by name. They know nothing of GEMS, and torch loads on first use.
 
-resnet_v1, resnet_v2 (any depth), resnet110_v2, resnet1001_v2 for small images; resnet50, resnet101,
-resnet152, densenet121, efficientnet_b0, convnext_tiny, vit_base and amoebanet_d for large ones;
-unet and relaynet, which segment; cosmoflow and cosmoflow_mlperf for volumes. A name with a slash is
-a network of a library that is installed: `monai/SegResNet`, `transformers/vit`, `timm/resnet18`,
-`torchvision/resnet50`, `smp/Unet`.
+The networks of the papers are here: resnet_v1 and resnet_v2 of any depth, resnet110_v2 and
+resnet1001_v2 for small images; amoebanet_d for large ones; unet and relaynet for segmentation;
+cosmoflow and cosmoflow_mlperf for volumes. All others come from installed libraries, by a name with
+a slash: `monai/SegResNet`, `transformers/vit`, `timm/resnet18`, `torchvision/resnet50`, `smp/Unet`.
 """
 
 from __future__ import annotations
@@ -18,59 +17,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-Builder = Callable[..., "nn.Module"]
-
-# Function to file. No function is named like a file: importing `gems.models.unet` would put that
-# module in the place of the function, here in this package.
-_FAMILIES = {
-    "resnet_v1": "resnet",
-    "resnet_v2": "resnet",
-    "resnet50": "resnet",
-    "resnet101": "resnet",
-    "resnet152": "resnet",
-    "densenet121": "densenet",
-    "amoebanet_d": "amoebanet",
-    "u_net": "unet",
-    "relay_net": "relaynet",
-    "cosmo_flow": "cosmoflow",
-    "cosmo_flow_mlperf": "cosmoflow",
-    "efficientnet_b0": "efficientnet",
-    "convnext_tiny": "convnext",
-    "vit_base": "vit",
+# Name to file, function and fixed options.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "resnet_v1": ("resnet", "resnet_v1", {}),
+    "resnet_v2": ("resnet", "resnet_v2", {}),
+    "resnet110_v2": ("resnet", "resnet_v2", {"depth": 110}),
+    "resnet1001_v2": ("resnet", "resnet_v2", {"depth": 1001}),
+    "amoebanet_d": ("amoebanet", "amoebanet_d", {}),
+    "unet": ("unet", "u_net", {}),
+    "relaynet": ("relaynet", "relay_net", {}),
+    "cosmoflow": ("cosmoflow", "cosmo_flow", {}),
+    "cosmoflow_mlperf": ("cosmoflow", "cosmo_flow_mlperf", {}),
 }
-
-
-def _named(function: str, **fixed: Any) -> Builder:
-    """A builder that imports its family only when it is called."""
-
-    def builder(**options: Any) -> nn.Module:
-        return _family_function(function)(**{**fixed, **options})
-
-    builder.__name__ = function
-    return builder
-
-
-def _family_function(name: str) -> Builder:
-    return getattr(importlib.import_module(f".{_FAMILIES[name]}", __name__), name)
-
-
-MODELS: dict[str, Builder] = {
-    "resnet_v1": _named("resnet_v1"),
-    "resnet_v2": _named("resnet_v2"),
-    "resnet110_v2": _named("resnet_v2", depth=110),
-    "resnet1001_v2": _named("resnet_v2", depth=1001),
-    "resnet50": _named("resnet50"),
-    "resnet101": _named("resnet101"),
-    "resnet152": _named("resnet152"),
-    "densenet121": _named("densenet121"),
-    "amoebanet_d": _named("amoebanet_d"),
-    "unet": _named("u_net"),
-    "relaynet": _named("relay_net"),
-    "cosmoflow": _named("cosmo_flow"),
-    "cosmoflow_mlperf": _named("cosmo_flow_mlperf"),
-    "efficientnet_b0": _named("efficientnet_b0"),
-    "convnext_tiny": _named("convnext_tiny"),
-    "vit_base": _named("vit_base"),
+# Networks that people ask for by these names, and that a library has.
+IN_LIBRARIES = {
+    "resnet50": "timm/resnet50",
+    "resnet101": "timm/resnet101",
+    "resnet152": "timm/resnet152",
+    "densenet121": "timm/densenet121",
+    "efficientnet_b0": "timm/efficientnet_b0",
+    "convnext_tiny": "timm/convnext_tiny",
+    "vit_base": "timm/vit_base_patch16_224",
 }
 
 
@@ -84,22 +51,28 @@ def build(name: str, **options: Any) -> nn.Module:
         raise ValueError(
             f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(accepted)}"
         )
-    return MODELS[name](**options)
+    return _function(name)(**MODELS[name][2] | options)
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """The options that `build(name, ...)` takes, in the order of the family's own signature."""
+    """The options that `build(name, ...)` takes, in the order of the function's signature."""
     if "/" in name:
         return _libraries().options_of(name)
     if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, 3)
-        advice = f"did you mean {', '.join(near)}? " if near else ""
-        known = ", ".join(sorted(MODELS))
-        raise ValueError(
-            f"there is no model {name!r}; {advice}choose one of {known}, "
-            "or of a library, such as monai/UNet"
-        )
-    return tuple(inspect.signature(_family_function(MODELS[name].__name__)).parameters)
+        raise ValueError(_unknown(name))
+    return tuple(inspect.signature(_function(name)).parameters)
+
+
+def _unknown(name: str) -> str:
+    libraries = {each.replace("_", ""): found for each, found in IN_LIBRARIES.items()}
+    if found := libraries.get(name.replace("_", "")):
+        return f"model {name!r} comes from a library: write {found} (pip install gems[models])"
+    near = difflib.get_close_matches(name, MODELS, 3)
+    advice = f"did you mean {', '.join(near)}? " if near else ""
+    return (
+        f"there is no model {name!r}; {advice}choose one of {', '.join(sorted(MODELS))}, "
+        "or one of a library, such as monai/UNet"
+    )
 
 
 def dims_of(name: str, **options: Any) -> int:
@@ -108,22 +81,16 @@ def dims_of(name: str, **options: Any) -> int:
 
 
 def channels_of(name: str) -> int:
-    """The channels that a network is made for, if it is not told otherwise: 3 of most."""
+    """The default number of input channels: 3 for most."""
     if name not in MODELS:
         return 3
-    parameters = inspect.signature(_family_function(MODELS[name].__name__)).parameters
-    return parameters["in_channels"].default
+    return inspect.signature(_function(name)).parameters["in_channels"].default
+
+
+def _function(name: str) -> Callable[..., nn.Module]:
+    file, function, _ = MODELS[name]
+    return getattr(importlib.import_module(f".{file}", __name__), function)
 
 
 def _libraries() -> Any:
     return importlib.import_module(".libraries", __name__)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FAMILIES:
-        return _family_function(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_FAMILIES])

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .efficientnet import StochasticDepth
-
 # What passes between cells: a cell's output, the one before it and, behind the auxiliary head, its
 # logits.
 State = tuple[Tensor, ...]
@@ -206,6 +204,25 @@ def _relu_conv_norm(
         nn.Conv2d(channels, out, kernel, stride, padding, bias=False),
         nn.BatchNorm2d(out),
     )
+
+
+class StochasticDepth(nn.Module):
+    """In training, drop a sample's whole branch with probability `p`; scale the kept ones up."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        keep = 1.0 - self.p
+        per_sample = (x.shape[0], *(1 for _ in x.shape[1:]))
+        mask = torch.rand(per_sample, dtype=x.dtype, device=x.device) < keep
+        return x * mask.to(x.dtype) / keep
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}"
 
 
 # --- operations: channels, stride -> module -------------------------------------------------------

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from gems.plans.plan import BIDIRECTIONAL, Plan
 from gems.predict.timeline import LIVE
+from gems.schedule.action import Kind
 from gems.schedule.build import build
-from gems.schedule.core import Kind
 
 
 def kept(plan: Plan) -> list[float]:

@@ -26,8 +26,8 @@ from gems.planner.two_buffers import step_seconds
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import KINDS, LINKS, Memory
+from gems.schedule.action import Kind
 from gems.schedule.build import build
-from gems.schedule.core import Kind
 from gems.schedule.greedy import least
 from gems.schedule.lower.passes import lower
 

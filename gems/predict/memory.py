@@ -9,9 +9,9 @@ from gems.model.costs import Costs
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.state_bytes import Share, share
 from gems.predict.timeline import Memory, Meter
-from gems.schedule.core import AWAY, OF_STAGE, Action, Kind, Message, Schedule
+from gems.schedule.action import OF_STAGE, OFFLOADS, Action, Kind, Message, Schedule
+from gems.schedule.lower.messages import Receipts, receipts
 from gems.schedule.lower.offload import Storing
-from gems.schedule.lower.passes import Receipts, receipts
 
 Row = list[Memory]  # right after each action
 
@@ -129,7 +129,7 @@ class _Rank:
             self._release(action.stage)
         elif action.kind in OF_STAGE:
             self._share(action)
-        elif action.kind in AWAY:
+        elif action.kind in OFFLOADS:
             self._move(action)
         else:
             self._backward(action)

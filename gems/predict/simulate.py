@@ -1,4 +1,4 @@
-"""Lay a schedule out in time: each rank runs its order, each action waits for what it needs.
+"""Lay a schedule out in time: each rank runs its order, each action waits for its dependencies.
 
 A rank computes, each link carries one message after the other, a rank's sums and gathers queue
 beside both, and so does what goes to and from its host: four kinds of lanes that work at the same
@@ -18,23 +18,19 @@ from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
 from gems.predict.memory import kept, live
 from gems.predict.state_bytes import share
 from gems.predict.timeline import Event, Timeline
-from gems.schedule.async_window import number_of, place
-from gems.schedule.core import (
-    AWAY,
-    TOGETHER,
+from gems.schedule.action import (
+    COLLECTIVES,
+    OFFLOADS,
     Action,
-    Fact,
     Kind,
-    Meetings,
     Message,
-    Run,
     Schedule,
-    awaits,
-    gives,
-    needs,
     parse_action,
 )
+from gems.schedule.async_window import number_of, place
+from gems.schedule.dependencies import Result, collective_before, dependencies, results
 from gems.schedule.lower.offload import Storing
+from gems.schedule.machine import Collectives, ScheduleMachine
 
 Seconds = Callable[[int, Action], float]
 Travel = Callable[[Message, tuple[int, int]], float]
@@ -206,11 +202,11 @@ class _Laid:
         self.loaded: dict[tuple[int, int, int], float] = {}  # rank, stage, micro-batch
         self.free: dict[int, float] = defaultdict(float)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
-        self.known: dict[tuple[int, Fact], float] = {}
+        self.known: dict[tuple[int, Result], float] = {}
         self.arrived: dict[tuple[tuple[int, int], Message], float] = {}
         self.sent: list[tuple[tuple[int, int], Message]] = []
         self.events: list[Event] = []
-        self.meetings = Meetings(plan)
+        self.meetings = Collectives(plan)
         self.reached: dict[Action, dict[int, float]] = defaultdict(dict)
         self.busy: dict[int, float] = defaultdict(float)  # with sums and gathers
         self.fetching: dict[int, float] = defaultdict(float)  # what was put away
@@ -218,8 +214,8 @@ class _Laid:
         self.summed: dict[int, list[int]] = defaultdict(list)
         self.met: list[Event] = []
         self.stops: list[list[float]] = [[] for _ in schedule.ranks]
-        run = Run(schedule, plan)
-        for team, action in run.turns():
+        run = ScheduleMachine(schedule, plan)
+        for team, action in run.by_group():
             start = max(self._ready(rank, action) for rank in team)
             for rank in team:
                 self._do(rank, action, start, start + seconds(rank, action))
@@ -230,9 +226,9 @@ class _Laid:
             )
 
     def _ready(self, rank: int, action: Action) -> float:
-        """When a rank is free and has all that an action needs."""
-        arrivals = (self._arrival(rank, action, fact) for fact in needs(action, self.plan))
-        meeting = awaits(action, self.plan, self.summed[rank])
+        """When a rank is free and has all dependencies of an action."""
+        arrivals = (self._arrival(rank, action, fact) for fact in dependencies(action, self.plan))
+        meeting = collective_before(action, self.plan, self.summed[rank])
         met = 0.0 if meeting is None else self.through.get((rank, meeting), 0.0)
         return max((self.free[rank], met, self._moved(rank, action), *arrivals))
 
@@ -241,7 +237,7 @@ class _Laid:
         at = 0.0
         if rank in self.storing:
             storing, until = self.storing[rank]
-            if action.kind in AWAY or (action.computes and storing.begun):
+            if action.kind in OFFLOADS or (action.computes and storing.begun):
                 at = until
         if action.computes:
             at = max(at, self.loaded.get((rank, action.stage, action.micro_batch), 0.0))
@@ -261,7 +257,7 @@ class _Laid:
         else:
             self.loaded[(rank, *key)] = stop
 
-    def _arrival(self, rank: int, action: Action, fact: Fact) -> float:
+    def _arrival(self, rank: int, action: Action, fact: Result) -> float:
         """A part of another rank holds when its message to this very stage is there, if any is."""
         if fact.stage == action.stage:
             return self.known[rank, fact]
@@ -274,11 +270,11 @@ class _Laid:
         self.stops[rank].append(stop)
         if stop > start or action.kind is Kind.ALL_REDUCE:
             self.events.append(Event(rank, str(action), start, stop, stop - start))
-        for fact in gives(action):
+        for fact in results(action):
             self.known[rank, fact] = stop
-        if action.kind in TOGETHER:
+        if action.kind in COLLECTIVES:
             self._meet(rank, action, stop)
-        elif action.kind in AWAY:
+        elif action.kind in OFFLOADS:
             self._move(rank, action, stop)
         elif action.computes and rank in self.storing and not self.storing[rank][0].travels():
             del self.storing[rank]

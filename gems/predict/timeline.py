@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gems.schedule.core import Action, Kind, Schedule, parse_action
+from gems.schedule.action import Action, Kind, Schedule, parse_action
 
 LINKS = ("A", "U")  # how sums of gradients and gathers of weights end
 AWAY = frozenset("SL")  # what is in stores and loads, and in no other action

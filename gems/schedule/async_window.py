@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gems.plans.plan import BATCHES, Plan
-from gems.schedule.core import Action, Kind, Message, Schedule
+from gems.schedule.action import Action, Kind, Message, Schedule
 
 AT_ONCE = 2  # batches under way
 Proofs = dict[tuple[Message, int], list[Message]]
@@ -76,7 +76,7 @@ def _placed(row: Sequence[Action], plan: Plan) -> Iterator[tuple[int, Action]]:
 
 
 class Window(NamedTuple):
-    """One rank's actions, and what holding a message proves (see passes.receipts)."""
+    """One rank's actions, and what holding a message proves (see lower.messages.receipts)."""
 
     actions: tuple[Action, ...]
     proofs: Proofs

@@ -8,9 +8,10 @@ from gems.errors import PlanError, note
 from gems.model.costs import Costs, unit
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.schedule import greedy
-from gems.schedule.core import Schedule
+from gems.schedule.action import Schedule
 from gems.schedule.groups import project
-from gems.schedule.lower.passes import lower, recompute
+from gems.schedule.lower.passes import lower
+from gems.schedule.lower.recompute import recompute
 from gems.schedule.published import (
     gems,
     gpipe,

@@ -6,7 +6,7 @@ free it takes the most urgent action that is ready. The cap and the direction do
 
 [Note: why admission cannot deadlock]
 A micro-batch is admitted to a rank when its first forward there begins, and takes room for all its
-stages on that rank at once; backward gives it back stage by stage. The oldest sample that a rank
+stages on that rank at once; backward results it back stage by stage. The oldest sample that a rank
 has not admitted yet may always take what is free; a younger one only if room for one more, as
 large as any, remains. Let i be the oldest unfinished sample. On a rank that has not admitted it,
 everything live is younger, so the last of them left room enough for i when it was admitted. Hence
@@ -31,7 +31,9 @@ from math import inf
 from gems.errors import PlanError
 from gems.model.costs import Costs
 from gems.plans.plan import BIDIRECTIONAL, Plan
-from gems.schedule.core import Action, Fact, Kind, Run, Schedule, gives, needs
+from gems.schedule.action import Action, Kind, Schedule
+from gems.schedule.dependencies import Result, dependencies, results
+from gems.schedule.machine import ScheduleMachine
 
 Priority = Callable[[Action], tuple[int, ...]]
 
@@ -225,7 +227,7 @@ def _caps(most: int) -> list[int]:
 
 
 def joined(schedule: Schedule, plan: Plan, costs: Costs) -> Schedule:
-    """I and W as one B wherever they follow each other and nobody waits for what I gives.
+    """I and W as one B wherever they follow each other and nobody waits for what I results.
 
     A whole backward is cheaper than its two halves. Nothing starts later for it.
     """
@@ -260,21 +262,21 @@ def times(
 ) -> tuple[dict[Action, float], dict[Action, float]]:
     """Start and stop of every compute action if each rank keeps its order; halves cost more."""
     free = [0.0] * plan.ranks
-    known: dict[Fact, float] = {}
+    known: dict[Result, float] = {}
     starts: dict[Action, float] = {}
     stops: dict[Action, float] = {}
-    for rank, action in Run(schedule, plan):
-        arrivals = (known[f] + travel(f, action, plan, costs) for f in needs(action, plan))
+    for rank, action in ScheduleMachine(schedule, plan):
+        arrivals = (known[f] + travel(f, action, plan, costs) for f in dependencies(action, plan))
         starts[action] = begin = max([free[rank], *arrivals])
         cost = costs[action.stage]
         guessed = action.kind in (Kind.INPUT, Kind.WEIGHT) and cost.halves == 1
         price = HALVES if guessed else 1.0
         free[rank] = stops[action] = begin + price * cost.of(action.kind.value)
-        known.update(dict.fromkeys(gives(action), free[rank]))
+        known.update(dict.fromkeys(results(action), free[rank]))
     return starts, stops
 
 
-def travel(fact: Fact, action: Action, plan: Plan, costs: Costs) -> float:
+def travel(fact: Result, action: Action, plan: Plan, costs: Costs) -> float:
     """Seconds until what holds on one rank is known to an action on another."""
     if plan.rank_of(fact.stage, action.replica) == plan.rank_of(action.stage, action.replica):
         return 0.0
@@ -343,7 +345,7 @@ class _Build:
         ]
         self.unmet: dict[Action, int] = {}
         self.known_at: dict[Action, float] = {}
-        self.waits_for: dict[Fact, list[Action]] = {}
+        self.waits_for: dict[Result, list[Action]] = {}
         self.clock: list[tuple[float, int]] = []
 
     def run(self) -> tuple[Schedule, float]:
@@ -366,7 +368,7 @@ class _Build:
                 again = (Kind.RECOMPUTE,) if self.plan.recomputes(stage, i) else ()
                 for kind in (Kind.FORWARD, *again, *back):
                     action = Action(kind, stage, i, replica)
-                    facts = needs(action, self.plan)
+                    facts = dependencies(action, self.plan)
                     self.unmet[action] = len(facts)
                     for fact in facts:
                         self.waits_for.setdefault(fact, []).append(action)
@@ -411,7 +413,7 @@ class _Build:
         elif action.kind is not Kind.INPUT:
             for room in rank.rooms.values():
                 room.release(action.micro_batch, action.stage)
-        for fact in gives(action):
+        for fact in results(action):
             for waiting in self.waits_for.get(fact, ()):
                 self.unmet[waiting] -= 1
                 arrival = rank.free_at + travel(fact, waiting, self.plan, self.costs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
 from gems.schedule import greedy
-from gems.schedule.core import Action, Schedule
+from gems.schedule.action import Action, Schedule
 
 
 def project(order: Schedule, lanes: Plan, plan: Plan, costs: Costs) -> Schedule:

@@ -9,18 +9,10 @@ from itertools import combinations, product
 
 from gems.errors import ScheduleError, problems
 from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
+from gems.schedule.action import COLLECTIVES, OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.async_window import batch_of
-from gems.schedule.core import (
-    OF_STAGE,
-    TOGETHER,
-    Action,
-    Fact,
-    Kind,
-    Message,
-    Run,
-    Schedule,
-    gives,
-)
+from gems.schedule.dependencies import Result, results
+from gems.schedule.machine import ScheduleMachine
 
 ALL = ("output", "activations", "gradient", "weight")
 
@@ -56,7 +48,7 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
     All the ranks of a team do it, each of them once.
     """
-    seen: Counter[tuple[Fact, int]] = Counter()
+    seen: Counter[tuple[Result, int]] = Counter()
     for rank, action in schedule:
         if action.kind in OF_STAGE and action.stage < plan.depth:
             continue
@@ -73,11 +65,11 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
         elif rank not in team:
             yield f"rank {rank}: {action} belongs on {_ranks(team)}"
         home = team[0] if len(team) == 1 else rank
-        seen.update((fact, home) for fact in gives(action))
+        seen.update((fact, home) for fact in results(action))
     for stage, i, what in product(range(plan.depth), range(plan.total), ALL):
         team = plan.spatial_group_for(stage, i)
         for rank in team:
-            times = seen[Fact(what, stage, i), rank]
+            times = seen[Result(what, stage, i), rank]
             on = f" on rank {rank}" if len(team) > 1 else ""
             if what == "activations" and not plan.recomputes(stage, i):
                 if times:
@@ -173,7 +165,7 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: one rank speaks for all that share its own.
-    together = TOGETHER if plan.zero == 3 else (Kind.ALL_REDUCE,)  # others fetch for themselves
+    together = COLLECTIVES if plan.zero == 3 else (Kind.ALL_REDUCE,)  # others fetch for themselves
     orders = [tuple(a for a in row if a.kind in together) for row in schedule.ranks]
     speakers = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(speakers.items(), key=lambda kv: kv[1]), 2):
@@ -288,7 +280,7 @@ def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
 def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
     """Run the order without time; whatever is left standing waits forever."""
-    run = Run(schedule, plan)
+    run = ScheduleMachine(schedule, plan)
     for _ in run:
         pass
     return [
@@ -298,18 +290,18 @@ def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
     ]
 
 
-def _absent(run: Run, rank: int) -> Iterator[str]:
+def _absent(run: ScheduleMachine, rank: int) -> Iterator[str]:
     """The others of a team that do not come, and what they have come to instead."""
-    for other in run.absent(rank):
-        head = run.head(other)
-        if head == run.head(rank):
+    for other in run.unready(rank):
+        head = run.next_action(other)
+        if head == run.next_action(rank):
             yield f"rank {other}, which waits too"
         else:
             yield f"rank {other}, which is " + (f"at {head}" if head else "done")
 
 
-def _spell(fact: Fact, waiting: Action) -> str:
-    if fact.what in ("gathered", "summed"):
+def _spell(fact: Result, waiting: Action) -> str:
+    if fact.what in ("gathered", "reduced"):
         kind = Kind.UNSHARD if fact.what == "gathered" else Kind.ALL_REDUCE
         return f"{Action(kind, fact.stage)} on all its ranks"
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD

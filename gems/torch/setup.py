@@ -24,10 +24,11 @@ from gems.planner.search import Wish, search
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.stage_costs import price
 from gems.predict.state_bytes import needed, share
+from gems.schedule.action import Kind, Schedule
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind, Schedule
 from gems.schedule.lower.offload import BETWEEN
-from gems.schedule.lower.passes import lower, recompute
+from gems.schedule.lower.passes import lower
+from gems.schedule.lower.recompute import recompute
 from gems.schedule.validate import require
 from gems.torch.runtime.stage_programs import PRECISIONS
 from gems.torch.tracing.halo_costs import with_halos

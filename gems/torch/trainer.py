@@ -22,7 +22,7 @@ from gems.model.costs import Costs
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Memory, Timeline, merged
-from gems.schedule.core import Kind, Schedule
+from gems.schedule.action import Kind, Schedule
 from gems.schedule.lower.passes import forward_only
 from gems.torch import fingerprint, settings
 from gems.torch.agree import together

@@ -15,7 +15,7 @@ Finish = Callable[[list[Any]], Any]
 
 
 class World:
-    """What the threads share: mail boxes, sums under way, and the first failure."""
+    """What the threads share: mail boxes, unfinished collectives, and the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -23,7 +23,8 @@ class World:
         self.mail: dict[Link, deque[Any]] = defaultdict(deque)
         self.posted: dict[Link, int] = defaultdict(int)
         self.taken: dict[Link, int] = defaultdict(int)
-        self.meetings: dict[Any, dict[int, Any]] = {}
+        self.collectives: dict[Any, dict[int, Any]] = {}  # what each rank contributed
+        self.collected: dict[Any, int] = defaultdict(int)  # how many ranks have their result
         self.failed: tuple[int, BaseException] | None = None
         self.closed: set[int] = set()
 
@@ -47,6 +48,21 @@ class World:
             f"rank {rank} stops because rank {min(ranks & self.closed)} has closed its trainer, "
             "and the others still need it"
         )
+
+    def contribute(self, key: Any, rank: int, thing: Any) -> None:
+        with self.changed:
+            self.collectives.setdefault(key, {})[rank] = thing
+            self.changed.notify_all()
+
+    def collect(self, key: Any, rank: int, ranks: Sequence[int]) -> list[Any]:
+        """What all of `ranks` contributed. The last one to collect it removes it."""
+        with self.changed:
+            parts = self.collectives[key]
+            self.wait_for(lambda: set(ranks) - parts.keys(), rank)
+            self.collected[key] += 1
+            if self.collected[key] == len(ranks):
+                del self.collectives[key], self.collected[key]
+            return [parts[rank] for rank in ranks]
 
 
 class _Arrival:
@@ -92,25 +108,20 @@ class _Arrival:
         self.done = True
 
 
-class _Meeting:
-    """What all members must reach. Each makes what it wants of all that was brought."""
+class _Collective:
+    """Work that is done when all members contributed. Each computes its own result of them."""
 
-    def __init__(self, local: Local, brought: Any, ranks: tuple[int, ...], then: Finish) -> None:
+    def __init__(self, local: Local, part: Any, ranks: tuple[int, ...], then: Finish) -> None:
         self.local, self.ranks, self.then = local, ranks, then
-        shared = local.shared
-        with shared.changed:
-            self.key = (ranks, local.meetings[ranks])
-            local.meetings[ranks] += 1
-            parts = shared.meetings.setdefault(self.key, {})
-            parts[local.rank] = brought.clone()
-            shared.changed.notify_all()
+        self.key = (ranks, local.started[ranks])
+        local.started[ranks] += 1
+        local.shared.contribute(self.key, local.rank, part.clone())
+        self.done = False
 
     def wait(self) -> None:
-        shared = self.local.shared
-        with shared.changed:
-            parts = shared.meetings[self.key]
-            shared.wait_for(lambda: set(self.ranks) - parts.keys(), self.local.rank)
-            self.then([parts[rank] for rank in self.ranks])
+        if not self.done:
+            self.then(self.local.shared.collect(self.key, self.local.rank, self.ranks))
+            self.done = True
 
 
 def _added(parts: list[Any]) -> Any:
@@ -126,7 +137,7 @@ class Local:
 
     def __init__(self, shared: World, rank: int) -> None:
         self.shared, self.rank, self.world = shared, rank, shared.size
-        self.meetings: dict[tuple[int, ...], int] = defaultdict(int)
+        self.started: dict[tuple[int, ...], int] = defaultdict(int)  # collectives, by group
         self.gathered = 0
 
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
@@ -144,7 +155,7 @@ class Local:
     def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
-        return _Meeting(self, buffer, ranks, lambda parts: buffer.copy_(_added(parts)))
+        return _Collective(self, buffer, ranks, lambda parts: buffer.copy_(_added(parts)))
 
     def reduce_scatter(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
@@ -154,7 +165,7 @@ class Local:
             mine = [own_part(part, self.rank, ranks) for part in parts]
             own_part(buffer, self.rank, ranks).copy_(_added(mine))
 
-        return _Meeting(self, buffer, ranks, finish)
+        return _Collective(self, buffer, ranks, finish)
 
     def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
@@ -164,24 +175,20 @@ class Local:
             for rank, part in zip(ranks, parts, strict=True):
                 own_part(buffer, rank, ranks).copy_(part)
 
-        return _Meeting(self, own_part(buffer, self.rank, ranks), ranks, finish)
+        return _Collective(self, own_part(buffer, self.rank, ranks), ranks, finish)
 
     def broadcast(self, buffer: Any, source: int) -> None:
-        things = self._brought(buffer.clone() if self.rank == source else None)
+        things = self._gathered(buffer.clone() if self.rank == source else None)
         buffer.copy_(things[source])
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         """By way of bytes, so that a thread sees what a process would see."""
-        return [thing] if self.world == 1 else unpack_all(self._brought(pack(thing)))
+        return [thing] if self.world == 1 else unpack_all(self._gathered(pack(thing)))
 
-    def _brought(self, thing: Any) -> list[Any]:
+    def _gathered(self, thing: Any) -> list[Any]:
         key, self.gathered = ("gather", self.gathered), self.gathered + 1
-        with self.shared.changed:
-            parts = self.shared.meetings.setdefault(key, {})
-            parts[self.rank] = thing
-            self.shared.changed.notify_all()
-            self.shared.wait_for(lambda: set(range(self.world)) - parts.keys(), self.rank)
-            return [parts[rank] for rank in range(self.world)]
+        self.shared.contribute(key, self.rank, thing)
+        return self.shared.collect(key, self.rank, range(self.world))
 
     def fail(self, error: BaseException) -> None:
         with self.shared.changed:

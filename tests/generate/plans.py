@@ -8,8 +8,8 @@ from typing import Any
 from gems.errors import PlanError, ScheduleError
 from gems.plans.offload import WHAT, WHERE
 from gems.plans.plan import SCHEDULES, Plan
+from gems.schedule.action import Kind
 from gems.schedule.build import lowered
-from gems.schedule.core import Kind
 
 Options = dict[str, Any]
 SAMPLES = 8  # micro-batches of a step, at most

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 import gems
-from gems import models
 from gems.files import to_json
 from gems.model.costs import Cost, Costs, Edge
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
+from tests import networks
 from tests.generate.plans import draw_plan
 from tests.saved import GEMS, momentum, on_ranks, trained
 
@@ -82,7 +82,7 @@ def simulated() -> list[Any]:
 def searched(search: tuple[str, dict[str, Any], int, int, str, str]) -> Any:
     name, options, side, ranks, on, memory = search
     with torch.device("meta"):
-        model = models.build(name, **options)
+        model = networks.build(name, **options)
     sample = torch.empty(1, 3, side, side, device="meta")
     plan = gems.plan(model, sample, ranks=ranks, machine=on, memory=memory)
     return json.loads(to_json(plan)) | {"why": ""}

@@ -18,7 +18,7 @@ from torch import nn
 from train import Net, loader, trainer
 
 import gems
-from gems.schedule.core import parse
+from gems.schedule.action import parse
 from gems.torch.launch import place
 
 PLAN = gems.Plan(**json.loads(sys.argv[1]))

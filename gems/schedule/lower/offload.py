@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 BETWEEN = 3  # [Note: near enough to stay]
 READS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)

@@ -15,7 +15,7 @@ The order on each rank is that of layer parallelism: what differs is where the s
 from __future__ import annotations
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Schedule
+from gems.schedule.action import Schedule
 from gems.schedule.published import sequential
 
 

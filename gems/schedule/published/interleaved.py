@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:

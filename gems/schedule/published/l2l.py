@@ -17,7 +17,7 @@ With eager updates (L2L-p) a stage is updated as soon as its last backward is do
 from __future__ import annotations
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:

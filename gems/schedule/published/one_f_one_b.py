@@ -6,7 +6,7 @@ At most p - s micro-batches are kept on stage s; the bubble is GPipe's.
 from __future__ import annotations
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:

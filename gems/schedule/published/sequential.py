@@ -8,7 +8,7 @@ rank 2         F0B0           F1B1
 from __future__ import annotations
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:

@@ -20,7 +20,7 @@ gradients, and sums travel beside a forward.
 from __future__ import annotations
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Schedule
+from gems.schedule.action import Action, Schedule
 from gems.schedule.published import one_f_one_b
 
 

@@ -11,7 +11,7 @@ most p stashes, as many as 1F1B's first. What is left fills the end, one W after
 from __future__ import annotations
 
 from gems.plans.plan import Plan
-from gems.schedule.core import Action, Kind, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:

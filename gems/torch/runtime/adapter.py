@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from gems.predict.timeline import Memory
-from gems.schedule.core import Message
+from gems.schedule.action import Message
 from gems.torch.offload.activations import Bundle
 from gems.torch.runtime.reshard import Transfer, buffers, pack, unpack
 from gems.torch.runtime.stage_runner import StageRunner, Tensors

@@ -20,7 +20,7 @@ from gems.model.graph import ITEMSIZE, Value, crossings
 from gems.planner.assign import stages_by_name
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import Footprint, entering, footprint, kept_of, runs
-from gems.schedule.core import Message
+from gems.schedule.action import Message
 from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.reshard import Transfer, whole
 from gems.torch.runtime.rng import Draws

@@ -13,7 +13,7 @@ from torch import nn
 from gems.errors import PlanError, ShapeError, problems
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
-from gems.schedule.core import Kind, Schedule
+from gems.schedule.action import Kind, Schedule
 from gems.torch.runtime.rng import key
 from gems.torch.tracing.held_weights import remember_replaced, replace_held
 from gems.torch.tracing.trace import Trace

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from gems.models.amoebanet import StochasticDepth
+
 # expansion, channels, blocks, stride of the first block, kernel
 Group = tuple[int, int, int, int, int]
 B0: tuple[Group, ...] = (
@@ -113,25 +115,6 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.expand(self.act(self.reduce(self.pool(x)))))
-
-
-class StochasticDepth(nn.Module):
-    """In training, drop a sample's whole branch with probability `p`; scale the kept ones up."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
-        keep = 1.0 - self.p
-        per_sample = (x.shape[0], *(1 for _ in x.shape[1:]))
-        mask = torch.rand(per_sample, dtype=x.dtype, device=x.device) < keep
-        return x * mask.to(x.dtype) / keep
-
-    def extra_repr(self) -> str:
-        return f"p={self.p:g}"
 
 
 def _conv_norm(

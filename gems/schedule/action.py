@@ -1,0 +1,142 @@
+"""Actions, messages, and the schedule that orders them per rank.
+
+The text form is what one writes on a whiteboard, and it parses back:
+
+    2F0      forward of stage 2, micro-batch 0            2B0     backward
+    2I0      its input gradient                           2W0     its weight gradient
+    2R0      recompute its forward, to have the activations that it did not save
+    2S0      store its activations, on the host or on disk
+    2L0      load them again
+    2F0<1    post the receive of 2F0's input from stage 1
+    2F0>3    send 2F0's output to stage 3
+    2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
+    2A       all-reduce the gradients of stage 2 over its replica group
+    2U       unshard its weights: all-gather them (zero=3), or fetch them from host or disk
+    2D       reshard them: drop all but the own shard
+    2O       optimizer step on its weights, with the gradients that were reduced last
+    2F0@1    the same, in replica 1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from gems.errors import ScheduleError, short
+
+
+class Kind(str, Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    RECOMPUTE = "R"
+    ALL_REDUCE = "A"
+    UNSHARD = "U"
+    RESHARD = "D"
+    OPTIMIZER_STEP = "O"
+    STORE = "S"
+    LOAD = "L"
+
+
+# Of a stage, not of a micro-batch.
+OF_STAGE = (Kind.ALL_REDUCE, Kind.UNSHARD, Kind.RESHARD, Kind.OPTIMIZER_STEP)
+OFFLOADS = (Kind.STORE, Kind.LOAD)  # memory comes and goes, while other actions run
+COLLECTIVES = (Kind.ALL_REDUCE, Kind.UNSHARD)  # all holders of a stage take part
+
+
+class Message(NamedTuple):
+    """One way of one micro-batch between two stages. `what` is `output` or `gradient`."""
+
+    what: str
+    source: int
+    target: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does. With a `peer` stage it moves a message: `way` is `<` or `>`."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int = 0
+    replica: int = 0
+    way: str = ""
+    peer: int = 0
+
+    def __str__(self) -> str:
+        if self.kind in OF_STAGE:
+            return f"{self.stage}{self.kind.value}"
+        to = f"{self.way}{self.peer}" if self.way else ""
+        at = f"@{self.replica}" if self.replica else ""
+        return f"{self.stage}{self.kind.value}{self.micro_batch}{to}{at}"
+
+    @cached_property
+    def computes(self) -> bool:
+        return not self.way and self.kind not in OF_STAGE and self.kind not in OFFLOADS
+
+    @property
+    def message(self) -> Message:
+        """What is moved, named the same on both ends."""
+        what = "output" if self.kind is Kind.FORWARD else "gradient"
+        ends = (self.stage, self.peer) if self.way == ">" else (self.peer, self.stage)
+        return Message(what, *ends, self.micro_batch)
+
+
+LONGEST = 60  # characters of an action: numbers of a dozen digits
+SPELLED = re.compile(
+    r"(\d+)([FBIW]|[RSL](?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([AUDO])"
+)
+
+
+def parse_action(text: str) -> Action:
+    match = SPELLED.fullmatch(text)
+    if not match:
+        raise ScheduleError(
+            f"{short(text, 60)!r} is not an action; "
+            "write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1A or 1U"
+        )
+    if len(text) > LONGEST:
+        raise ScheduleError(f"{short(text, 60)!r} has numbers that no plan has; give smaller ones")
+    stage, kind, micro_batch, way, peer, replica, whole, letter = match.groups()
+    if whole:
+        return Action(Kind(letter), int(whole))
+    return Action(
+        Kind(kind), int(stage), int(micro_batch), int(replica or 0), way or "", int(peer or 0)
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, in order."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        rows = (" ".join(map(str, row)) for row in self.ranks)
+        return "".join(f"{rank}: {row}".rstrip() + "\n" for rank, row in enumerate(rows))
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        """Every action with its rank, rank by rank."""
+        return ((rank, action) for rank, row in enumerate(self.ranks) for action in row)
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that `str()` wrote. Blank lines and `# comments` are passed over."""
+    rows: list[tuple[Action, ...]] = []
+    for line in text.splitlines():
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        rank, colon, actions = line.partition(":")
+        if not colon or rank.strip() != str(len(rows)):
+            raise ScheduleError(
+                f"expected a line '{len(rows)}: actions of rank {len(rows)}', got {line[:40]!r}"
+            )
+        rows.append(tuple(map(parse_action, actions.split())))
+    return Schedule(tuple(rows))

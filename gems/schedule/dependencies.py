@@ -1,0 +1,79 @@
+"""What must precede what: the only place that knows the order of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gems.plans.plan import Plan
+from gems.schedule.action import OF_STAGE, Action, Kind
+
+
+class Result(NamedTuple):
+    """What an action leaves behind, and other actions depend on.
+
+    Of a micro-batch on a stage: its `output`, its `activations` (if they are recomputed), the
+    `gradient` of its input, the `weight` gradients; that its activations are `stored` or `loaded`.
+    Of a stage, once its whole replica group is through: weights `gathered`, gradients `reduced`.
+    """
+
+    what: str
+    stage: int
+    micro_batch: int
+
+
+def dependencies(action: Action, plan: Plan) -> tuple[Result, ...]:
+    """The results that an action waits for."""
+    s, i = action.stage, action.micro_batch
+    if action.way == ">":
+        return (Result("output" if action.kind is Kind.FORWARD else "gradient", s, i),)
+    if action.way == "<":
+        return ()
+    if action.kind is Kind.FORWARD:
+        return tuple(Result("output", q, i) for q in plan.sources[s])
+    if action.kind is Kind.WEIGHT:
+        return (Result("gradient", s, i),)
+    if action.kind in (Kind.RECOMPUTE, Kind.STORE):
+        return (Result("output", s, i),)
+    if action.kind is Kind.LOAD:
+        return (Result("stored", s, i),)
+    if action.kind in OF_STAGE:
+        return ()  # each rank's own order decides; `check` proves that nothing comes too late
+    # The same holds for offloaded activations: `check` proves that they are loaded in time.
+    own = "activations" if plan.recomputes(s, i) else "output"
+    return (Result(own, s, i), *(Result("gradient", q, i) for q in plan.sinks[s]))
+
+
+RESULTS = {
+    Kind.FORWARD: ("output",),
+    Kind.RECOMPUTE: ("activations",),
+    Kind.BACKWARD: ("gradient", "weight"),
+    Kind.INPUT: ("gradient",),
+    Kind.WEIGHT: ("weight",),
+    Kind.STORE: ("stored",),
+    Kind.LOAD: ("loaded",),
+}
+
+
+def results(action: Action) -> tuple[Result, ...]:
+    """What an action of a micro-batch leaves behind."""
+    if action.way or action.kind in OF_STAGE:
+        return ()
+    return tuple(Result(what, action.stage, action.micro_batch) for what in RESULTS[action.kind])
+
+
+def collective_before(action: Action, plan: Plan, reduced: Sequence[int]) -> Action | None:
+    """The collective that must be complete before an action of a lowered schedule.
+
+    An optimizer step waits for the all-reduce of its gradients. Where weights are sharded or
+    offloaded, each compute action waits for its stage's unshard. Where gradients are freed once
+    they are reduced, an all-reduce waits for the one before it (`reduced` lists the stages so far),
+    so that whole gradients of one stage at most exist.
+    """
+    if action.kind is Kind.OPTIMIZER_STEP:
+        return Action(Kind.ALL_REDUCE, action.stage)
+    if action.computes and (plan.zero == 3 or "weights" in plan.offloaded_state):
+        return Action(Kind.UNSHARD, action.stage)
+    if action.kind is Kind.ALL_REDUCE and plan.frees_gradients and reduced:
+        return Action(Kind.ALL_REDUCE, reduced[-1])
+    return None

@@ -1,0 +1,22 @@
+"""Repeat the order of one pipeline for each of its data-parallel copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gems.plans.plan import Plan
+from gems.schedule.action import Action, Schedule
+
+
+def copies(schedule: Schedule, plan: Plan) -> Schedule:
+    """The order of one copy of the pipeline, for each of the data-parallel copies."""
+
+    def moved(action: Action, copy: int) -> Action:
+        return replace(
+            action,
+            micro_batch=action.micro_batch + copy * plan.micro_batches,
+            replica=action.replica + copy * plan.directions,
+        )
+
+    rows = (tuple(moved(a, c) for a in row) for c in range(plan.data) for row in schedule.ranks)
+    return Schedule(tuple(rows))

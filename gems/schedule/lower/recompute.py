@@ -1,0 +1,30 @@
+"""Insert R before the backward of what a stage did not save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gems.plans.plan import Plan
+from gems.schedule.action import Action, Kind, Schedule
+
+
+def recompute(schedule: Schedule, plan: Plan) -> Schedule:
+    """Insert R right before the backward of what a stage did not keep, where there is none yet.
+
+    Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
+    not before, the micro-batch takes up the memory of its stash.
+    """
+    if not any(keep in ("inputs", "except-last") for keep in plan.keeps):
+        return schedule
+    rows = []
+    for row in schedule.ranks:
+        there = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
+        new: list[Action] = []
+        for action in row:
+            backward = action.computes and action.kind in (Kind.BACKWARD, Kind.INPUT)
+            at = (action.stage, action.micro_batch)
+            if backward and at not in there and plan.recomputes(*at):
+                new.append(replace(action, kind=Kind.RECOMPUTE))
+            new.append(action)
+        rows.append(tuple(new))
+    return Schedule(tuple(rows))
