@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/own_model.py
 
 An ordinary module, four kinds of real pictures, two ranks that work in both directions. Prints the
-loss and the accuracy, and that a plain model on one device says the same with the weights.
+loss and the accuracy, and how far a plain model on one device is off with the same weights.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     scores = Scores("classification", CLASSES)
     output = trainer.predict(images)
     scores.add(output, torch.from_numpy(labels[:]))
-    said = scores.summary()
+    metrics = scores.summary()
 
     weights = trainer.state_dict()  # of the whole model, under its own names, on every rank
     if trainer.rank == 0:
@@ -76,9 +76,9 @@ def main() -> None:
         with torch.no_grad():
             off = (plain(torch.from_numpy(images[:])) - output).abs().max().item()
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps")
-        print(f"accuracy {said['accuracy']:.0%} (chance is 25%), AUC {said['auc']:.3f}")
-        print(f"a plain model with these weights says the same: off by {off:.0e}")
-        assert off < 1e-4 and said["accuracy"] > 0.5
+        print(f"accuracy {metrics['accuracy']:.0%} (chance is 25%), AUC {metrics['auc']:.3f}")
+        print(f"a plain model with these weights is off by {off:.0e}")
+        assert off < 1e-4 and metrics["accuracy"] > 0.5
     trainer.close()
 
 

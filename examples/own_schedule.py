@@ -1,8 +1,8 @@
-"""How do I run an order of my own?
+"""How do I run a schedule of my own?
 
     torchrun --nproc-per-node 2 examples/own_schedule.py
 
-A schedule is text: what each rank does, in order. GEMS proves it before it runs.
+A schedule is text: the actions of each rank, in order. GEMS validates it before it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 import gems
 from gems.schedule.action import parse
 
-# Two stages, three micro-batches: rank 1 puts its weight gradients off to the end.
+# Two stages, three micro-batches: rank 1 defers its weight gradients to the end.
 ORDER = """
 0: 0F0 0F1 0F2 0B0 0B1 0B2
 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2

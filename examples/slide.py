@@ -48,12 +48,14 @@ def main() -> None:
     for images, _ in Loader(slides, 16, shuffle=False).epoch():
         likely.append(trainer.predict(images).softmax(1))
     if trainer.rank == 0:
-        said = scores.summary()
-        print(f"{len(unseen)} unseen tiles: {said['accuracy']:.0%} right, AUC {said['auc']:.2f}")
+        metrics = scores.summary()
+        print(
+            f"{len(unseen)} unseen tiles: {metrics['accuracy']:.0%} right, AUC {metrics['auc']:.2f}"
+        )
         corners = [slides.place(i)[1:] for i in range(len(slides))]
         maps = heat_map(folder, sample.slide, corners, 32, torch.cat(likely), slides.names)
         print(f"look at {maps.png}, or open {maps.geojson} in QuPath")
-        assert said["accuracy"] > 0.6
+        assert metrics["accuracy"] > 0.6
     trainer.close()
 
 

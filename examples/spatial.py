@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 3 examples/spatial.py
 
-A small U-Net, its first stage cut into an upper and a lower half on ranks 0 and 1, the rest on rank
-2. The image lies in a file; each rank reads only the rows that it needs. Prints what was read.
+A small U-Net, its first stage on two tiles (the upper half on rank 0, the lower on rank 1), the
+rest on rank 2. The image is in a file; each rank reads only the rows that it needs. Prints what was
+read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import gems
 
 
 class Net(nn.Module):
-    """Half the resolution and back, with a skip. Nothing in it knows about cuts."""
+    """Half the resolution and back, with a skip. Nothing in it knows about tiles."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How do I segment real tissue with a U-Net whose pictures are cut over two ranks?
+"""How do I segment real tissue with a U-Net whose images are tiled over two ranks?
 
     torchrun --nproc-per-node 2 examples/unet.py
 
@@ -53,12 +53,12 @@ def main() -> None:
     boxes = [np.s_[..., y : y + SIDE, 384 : 384 + SIDE] for y in range(0, 512, 2 * SIDE)]
     images, targets = (np.stack([whole[box] for box in boxes]) for whole in (pixels, mask))
     scores.add(trainer.predict(torch.from_numpy(images)), torch.from_numpy(targets))
-    said = scores.summary()
+    metrics = scores.summary()
     if trainer.rank == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps")
-        print(f"unseen tissue: Dice of the stain {said['dice_1']:.2f}, IoU {said['iou_1']:.2f}, "
-              f"pixels right {said['accuracy']:.0%}")  # fmt: skip
-        assert said["dice_1"] > 0.5
+        print(f"unseen tissue: Dice of the stain {metrics['dice_1']:.2f}, "
+              f"IoU {metrics['iou_1']:.2f}, pixels right {metrics['accuracy']:.0%}")  # fmt: skip
+        assert metrics["dice_1"] > 0.5
     trainer.close()
 
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/volume.py
 
-Balls in noise, in an HDF5 file: a 3-D U-Net learns to tell their cells. Volumes are cut in depth:
+Balls in noise, in an HDF5 file: a 3-D U-Net learns to tell their cells. Volumes are tiled in depth:
 rank 0 has the front half of every layer, and rank 1 the back. Prints what each of them read.
 """
 

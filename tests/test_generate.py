@@ -15,7 +15,7 @@ from tests.generate.cases import Case, draw, shown
 from tests.generate.known import known
 from tests.generate.layers import IMAGE, SEQUENCE
 from tests.generate.models import Model, Piece
-from tests.generate.run import judge
+from tests.generate.run import crashed, judge
 
 CASES = int(os.environ.get("GEMS_GENERATE", "500"))
 
@@ -40,7 +40,7 @@ def test_the_cases_have_all_there_is() -> None:
         "zero",
         "offload",
         "local_dp",
-        "keep",
+        "recompute",
         "halo",
         "optimizer_step",
     ):
@@ -98,3 +98,16 @@ def test_a_view_made_under_no_grad_may_cross_stages() -> None:
     model, data = Unseen().double(), batches((4, 4), 3, 2, torch.float64)
     plan = Plan(stages=(("a",), ("b",)), micro_batches=2, schedule="gpipe")
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
+def test_torchs_fused_sgd_does_not_take_a_first_gradient_that_comes_late() -> None:
+    """Why `tests.generate.run.crashed` calls such a case invalid: plain PyTorch raises as well."""
+    early, late = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([early, late], 0.1, momentum=0.9, fused=True)
+    early.sum().backward()
+    optimizer.step()
+    (early.sum() + late.sum()).backward()
+    with pytest.raises(TypeError, match="NoneType") as error:
+        optimizer.step()
+    assert crashed(error.value).kind == "invalid"
+    assert crashed(TypeError("got NoneType")).kind == "crashed"

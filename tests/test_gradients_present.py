@@ -134,7 +134,7 @@ PLANS = {
     "gems": Plan(stages=2, replications=2, schedule="gems"),
     "zero-bubble": Plan(stages=2, micro_batches=3, schedule="zero-bubble"),
     "interleaved": Plan(stages=4, ranks=2, micro_batches=2, schedule="interleaved"),
-    "recomputed": Plan(stages=2, micro_batches=2, keep="inputs"),
+    "recomputed": Plan(stages=2, micro_batches=2, recompute="always"),
     "zero=1": Plan(stages=2, micro_batches=2, data=2, zero=1),
     "zero=2": Plan(stages=2, micro_batches=2, data=2, zero=2),
     "zero=3": Plan(stages=2, micro_batches=2, data=2, zero=3),
@@ -349,12 +349,13 @@ class Unpassing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "keep"), [*((kind, "all") for kind in BEFORE), ("norm", "inputs"), ("whole", "inputs")]
+    ("kind", "recompute"),
+    [*((kind, "never") for kind in BEFORE), ("norm", "always"), ("whole", "always")],
 )
-def test_on_tiles_a_function_that_gives_no_gradient_gives_none(kind: str, keep: str) -> None:
+def test_on_tiles_a_function_that_gives_no_gradient_gives_none(kind: str, recompute: str) -> None:
     """None once became zeros on its way through what tiles exchange, so that weight decay and
     momentum moved weights that the plain model leaves alone."""
-    plan = Plan(stages=1, micro_batches=2, spatial=(2, 1), keep=keep)
+    plan = Plan(stages=1, micro_batches=2, spatial=(2, 1), recompute=recompute)
     draw = torch.Generator().manual_seed(3)
     make = lambda: torch.randn(3, 2, 6, 6, generator=draw, dtype=torch.float64)  # noqa: E731
     steps = [(make(), make()) for _ in range(2)]

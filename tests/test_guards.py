@@ -328,11 +328,11 @@ class Average(nn.Module):
 
 @pytest.mark.parametrize("how", ["assign", "twice", "whole"])
 @pytest.mark.parametrize("plan", [ONE, TWO], ids=["one", "two"])
-@pytest.mark.parametrize("keep", ["all", "inputs"])
-def test_a_buffer_that_forward_assigns(how: str, plan: Plan, keep: str) -> None:
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_buffer_that_forward_assigns(how: str, plan: Plan, recompute: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), Average(how), nn.Linear(4, 5)).double()
-    plan = Plan(stages=plan.depth, micro_batches=2, schedule=plan.schedule, keep=keep)
+    plan = Plan(stages=plan.depth, micro_batches=2, schedule=plan.schedule, recompute=recompute)
     assert_exact(model, plan)
 
 
@@ -410,7 +410,7 @@ def test_a_module_that_runs_as_it_is_may_count_where_it_sees_all_samples() -> No
     with pytest.raises(PlanError, match=r"changes Python state.*several ranks"):
         planned(model, data(), TWO_WAYS)
     with pytest.raises(PlanError, match=r"changes Python state.*recomputed"):
-        planned(model, data(), Plan(stages=1, schedule="sequential", keep="inputs"))
+        planned(model, data(), Plan(stages=1, schedule="sequential", recompute="always"))
 
 
 class Leaves(nn.Module):
@@ -586,13 +586,13 @@ class HookedSkip(nn.Module):
         return self.c(self.b(y).tanh() + y)
 
 
-@pytest.mark.parametrize("keep", ["all", "inputs", [["b"]] * 9])
+@pytest.mark.parametrize("recompute", ["never", "always", [["a", "tanh", "c"]] * 9])
 @pytest.mark.parametrize("stages", range(1, 6))
-def test_a_hook_sees_all_of_a_gradient_wherever_stages_end(stages: int, keep: Any) -> None:
+def test_a_hook_sees_all_of_a_gradient_wherever_stages_end(stages: int, recompute: Any) -> None:
     """Story: hook and tensor were on two stages, and what the third one sent back passed it by."""
     torch.manual_seed(0)
-    keep = keep if isinstance(keep, str) else keep[:stages]
-    plan = Plan(stages=stages, micro_batches=2, schedule="gpipe", keep=keep)
+    recompute = recompute if isinstance(recompute, str) else recompute[:stages]
+    plan = Plan(stages=stages, micro_batches=2, schedule="gpipe", recompute=recompute)
     assert_exact(HookedSkip().double(), plan)
 
 

@@ -93,7 +93,9 @@ PLANS = (
     Plan(stages=2, micro_batches=4),
     Plan(stages=3, replications=2, schedule="gems"),
     Plan(stages=3, spatial=((2, 2), (1, 2)), halo="d2", fused_layers=2),
-    Plan(stages=(("a",), ("b", "c")), placement=(0, 1), keep=("inputs", "all"), zero=1, data=2),
+    Plan(
+        stages=(("a",), ("b", "c")), placement=(0, 1), recompute=("always", "never"), zero=1, data=2
+    ),
 )
 CONFIG = b"""# a run
 model: resnet110-v2

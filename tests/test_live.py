@@ -19,7 +19,7 @@ from gems.transport.threads import Local, run
 from tests.exact import Recordings
 
 SIDE, SAMPLES = 32, 16
-BLOCKS = ("stem", "block1_2", "block2_1", "block3_1", "head")
+BLOCKS = ("block1_1", "block2_2", "block3_2")  # of two each; stem and head are saved
 WHOLE = {
     "one rank": Plan(),
     "1f1b": Plan(stages=3, micro_batches=4),
@@ -36,23 +36,26 @@ WHOLE = {
     "zero 2, fold": Plan(stages=4, placement="fold", schedule="gpipe", data=2, zero=2),
     "zero 3, units": Plan(stages=5, ranks=1, schedule="sequential", data=4, zero=3),
     "zero 3, zero-bubble": Plan(
-        stages=2, schedule="zero-bubble", data=2, micro_batches=2, zero=3, keep="inputs"
+        stages=2, schedule="zero-bubble", data=2, micro_batches=2, zero=3, recompute="always"
     ),
     "zero 3, interleaved": Plan(
         stages=4, ranks=2, schedule="interleaved", micro_batches=2, data=2, zero=3
     ),
-    "1f1b, inputs": Plan(stages=3, micro_batches=4, keep="inputs"),
+    "1f1b, inputs": Plan(stages=3, micro_batches=4, recompute="always"),
     "gpipe, except the last": Plan(
-        stages=2, micro_batches=4, schedule="gpipe", keep="except-last", data=2
+        stages=2, micro_batches=4, schedule="gpipe", recompute="except_last", data=2
     ),
     "zero-bubble, fewer blocks": Plan(
-        stages=3, schedule="zero-bubble", micro_batches=4, keep=("inputs", BLOCKS, "all")
+        stages=3, schedule="zero-bubble", micro_batches=4, recompute=("always", BLOCKS, "never")
     ),
     "fold, inputs and blocks": Plan(
-        stages=4, placement="fold", schedule="gpipe", keep=("inputs", BLOCKS, (), "except-last")
+        stages=4,
+        placement="fold",
+        schedule="gpipe",
+        recompute=("always", BLOCKS, ("",), "except_last"),
     ),
     "auto, inputs": Plan(
-        stages=2, schedule="auto", micro_batches=4, keep="inputs", max_in_flight=1
+        stages=2, schedule="auto", micro_batches=4, recompute="always", max_in_flight=1
     ),
     "gpipe, away": Plan(stages=2, schedule="gpipe", micro_batches=8, offload="activations:disk"),
     "units, away": Plan(stages=5, ranks=1, schedule="sequential", offload="activations"),
@@ -61,7 +64,7 @@ WHOLE = {
         schedule="zero-bubble",
         micro_batches=8,
         offload="activations",
-        keep=("all", "inputs", BLOCKS, "all"),
+        recompute=("never", "always", BLOCKS, "never"),
     ),
 }
 CUT = {
@@ -73,7 +76,7 @@ CUT = {
     ),
     "tiles, zero 3": Plan(stages=2, spatial=(2, 1), local_dp=2, micro_batches=2, zero=3),
     "tiles, inputs": Plan(
-        stages=3, spatial=[(2, 2), (1, 2)], micro_batches=2, schedule="gpipe", keep="inputs"
+        stages=3, spatial=[(2, 2), (1, 2)], micro_batches=2, schedule="gpipe", recompute="always"
     ),
     "tiles, away": Plan(
         stages=2, spatial=(2, 1), micro_batches=8, schedule="gpipe", offload="activations"
@@ -83,10 +86,10 @@ CUT = {
         spatial=[(2, 2)] * 4,
         placement=((0, 1, 2, 3),) * 4,
         schedule="sequential",
-        keep="inputs",
+        recompute="always",
         offload="activations,weights",
     ),
-    "tiles, fewer blocks": Plan(stages=2, spatial=(2, 2), micro_batches=2, keep=BLOCKS),
+    "tiles, fewer blocks": Plan(stages=2, spatial=(2, 2), micro_batches=2, recompute=BLOCKS),
 }
 
 

@@ -134,7 +134,7 @@ PLANS: dict[str, Plan] = {
     "copies": Plan(stages=2, micro_batches=2, data=2),
     "both ways": Plan(stages=2, replications=1, schedule="gems"),
     "both ways, split": Plan(stages=2, replications=1, schedule="gems-zb"),
-    "recomputed": Plan(stages=2, micro_batches=2, keep="inputs"),
+    "recomputed": Plan(stages=2, micro_batches=2, recompute="always"),
     "tiles": Plan(stages=2, micro_batches=2, spatial=[(2, 1), (2, 1)]),
     "tiles, copies": Plan(stages=1, micro_batches=1, spatial=(1, 2), data=2),
     "slices": Plan(stages=2, micro_batches=1, spatial=(2, 1), local_dp=2),

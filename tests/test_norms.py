@@ -141,7 +141,7 @@ def normed(**options: Any) -> nn.Module:
 OWN_FORWARD = {
     "both directions": Plan(stages=2, replications=2, schedule="gems"),
     "copies": Plan(stages=2, micro_batches=2, schedule="1f1b", data=2),
-    "recomputed": Plan(stages=2, micro_batches=4, schedule="1f1b", keep="inputs"),
+    "recomputed": Plan(stages=2, micro_batches=4, schedule="1f1b", recompute="always"),
     "tiles": Plan(stages=2, micro_batches=2, schedule="gems", spatial=[(1, 2)]),
 }
 

@@ -46,8 +46,8 @@ from tests.exact import (
     trained,
 )
 from tests.test_generated import LAYERS, RANDOM, Generated, loss, networks, plans, sizes, some_data
-from tests.test_keep import Rough, known
-from tests.test_spatial_plans import classifier, labelled
+from tests.test_recompute import Rough, known
+from tests.test_spatial_plans import all_but, classifier, labelled
 from tests.test_zero import assert_same
 from tests.test_zero import planned as shared
 from tests.worlds import spawn
@@ -69,7 +69,7 @@ def test_stores_follow_messages_and_loads_come_one_action_early() -> None:
 
 
 def test_what_is_recomputed_is_loaded_for_that() -> None:
-    plan = Plan(stages=3, micro_batches=6, keep="inputs", offload="activations")
+    plan = Plan(stages=3, micro_batches=6, recompute="always", offload="activations")
     rows = str(lowered(plan)).splitlines()
     assert "S" not in rows[0], "stage 0 reads the batch, and keeps nothing"
     assert "1L2 1F3" in rows[1] and "1F3 1F3>2 1S3 1B2<2 1R2" in rows[1]
@@ -173,12 +173,15 @@ def tried(model: nn.Module, data: list[Any], plan: Plan, loss: Any, oracle: Any 
 
 @st.composite
 def putting_away(draw: Any) -> Plan:
-    keep = draw(st.sampled_from(("all", "all", "inputs", "except-last", ("layers.1", "stem"))))
-    some = draw(plans().filter(lambda p: puts_away(replace(p, keep=keep, offload="activations"))))
+    entries = ("never", "never", "always", "except_last", ("layers.0", "layers.2", "head"))
+    recompute, offload = draw(st.sampled_from(entries)), "activations"
+    some = draw(
+        plans().filter(lambda p: puts_away(replace(p, recompute=recompute, offload=offload)))
+    )
     levels = (0, 0, 2) if some.bidirectional else (0, 0, 2, 3)
     return replace(
         some,
-        keep=keep,
+        recompute=recompute,
         offload=draw(st.sampled_from(("activations", "activations:disk"))),
         zero=draw(st.sampled_from(levels)) if some.data > 1 else 0,
     )
@@ -205,10 +208,10 @@ TEAMS = {
     "tiles": Plan(**TWO, spatial="2x2", schedule="gpipe", offload="activations:disk"),
     "tiles, inputs": Plan(
         stages=3, balance=(3, 4, 6), micro_batches=5, spatial=("2x1", "1x2"), schedule="gpipe",
-        keep=("all", "inputs", "inputs"), offload="activations",
+        recompute=("never", "always", "always"), offload="activations",
     ),
     "tiles, runs, split": Plan(
-        **TWO, spatial="1x2", local_dp=2, schedule="zero-bubble", keep=(("3",), "all"),
+        **TWO, spatial="1x2", local_dp=2, schedule="zero-bubble", recompute=(all_but("3"), "never"),
         offload="activations",
     ),
     "tiles, both ways": Plan(
@@ -260,8 +263,8 @@ def test_what_is_easily_done_twice_is_done_once() -> None:
     """Norms that average, a checkpoint inside the model, a spectral norm, a count, a tied layer."""
     torch.manual_seed(0)
     model, data = Rough().double(), batches((6, 3, 6, 6), 5, 2, torch.float64)
-    for keep in ("all", "inputs"):
-        plan = Plan(stages=4, ranks=1, schedule="sequential", micro_batches=2, keep=keep)
+    for recompute in ("never", "always"):
+        plan = Plan(stages=4, ranks=1, schedule="sequential", micro_batches=2, recompute=recompute)
         found = planned(model, data, replace(plan, offload="activations"))
         assert_equal(found, planned(model, data, plan), 0.0)
         assert_equal(found, plainly(model, data, 2))
@@ -302,7 +305,7 @@ def over_gloo(transport: Transport, plans: list[Plan]) -> list[Outcome]:
 
 def test_gloo_processes_come_to_the_plain_model() -> None:
     split = replace(TEAMS["split"], stages=3, balance=(3, 5, 5), micro_batches=5, ranks=3)
-    tiles = replace(TEAMS["tiles"], spatial="1x2", ranks=3, keep=(("4",), "all"))
+    tiles = replace(TEAMS["tiles"], spatial="1x2", ranks=3, recompute=(all_but("4"), "never"))
     plans = [tiles, split]
     expected = plainly(classifier(), labelled(5, 1), 5)
     for outcomes in zip(*spawn(3, over_gloo, plans), strict=True):
@@ -403,9 +406,9 @@ class _Waited:
         self.work().wait()
 
 
-@pytest.mark.parametrize("keep", ("all", "inputs"))
-def test_nothing_goes_or_is_read_before_it_was_waited_for(keep: str) -> None:
-    plan = Plan(**TWO, schedule="gpipe", offload="activations", keep=keep)
+@pytest.mark.parametrize("recompute", ("never", "always"))
+def test_nothing_goes_or_is_read_before_it_was_waited_for(recompute: str) -> None:
+    plan = Plan(**TWO, schedule="gpipe", offload="activations", recompute=recompute)
     data, model = labelled(5, 1), classifier()
 
     def work(transport: Transport) -> dict[str, Tensor]:
@@ -420,8 +423,8 @@ def test_nothing_goes_or_is_read_before_it_was_waited_for(keep: str) -> None:
 
 LETS_GO: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "all": (classifier, Plan(**TWO, schedule="gpipe")),
-    "inputs": (classifier, Plan(**TWO, schedule="gpipe", keep="inputs")),
-    "runs": (classifier, Plan(**TWO, schedule="gpipe", keep=("all", ("8",)))),
+    "inputs": (classifier, Plan(**TWO, schedule="gpipe", recompute="always")),
+    "runs": (classifier, Plan(**TWO, schedule="gpipe", recompute=("never", all_but("8")))),
     "split": (
         classifier,
         Plan(stages=3, balance=(5, 6, 2), micro_batches=8, schedule="zero-bubble"),

@@ -137,12 +137,12 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--spatial 2x1 --stages 2 --halo-D2", {"halo": "d2"}),
     ("--spatial 2x1 --stages 2 --halo-D2 --fused-layers 3", {"fused_layers": 3}),
     ("--no-enable-master-comm-opt", {"grad_sync": "end"}),
-    ("--keep inputs", {"keep": "inputs"}),
+    ("--recompute always", {"recompute": "always"}),
     ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
     ("--data 2 --zero 2", {"zero": 2}),
     ("--offload activations:disk", {"offload": ("activations:disk",)}),
     ("--stages 2 --ranks 1 --schedule l2l --optimizer-step eager", {"optimizer_step": "eager"}),
-    ("--spatial 2x1 --keep inputs --partition-activations", {"partition_activations": True}),
+    ("--spatial 2x1 --recompute always --partition-activations", {"partition_activations": True}),
 ]
 SHOWN |= {
     word: "test_the_plan_is_the_one_that_was_asked_for"

@@ -42,11 +42,11 @@ def data() -> list[Any]:
 
 INPUTS = Plan(
     stages=3, balance=(5, 3, 2), spatial=("2x1", "3x1"), schedule="gpipe", micro_batches=4,
-    keep=("all", "inputs", "all"), partition_activations=True,
+    recompute=("never", "always", "never"), partition_activations=True,
 )  # fmt: skip
 RUNS = Plan(
     stages=2, balance=(5, 5), spatial=("2x1", "2x1"), schedule="gpipe", micro_batches=4,
-    keep=("all", ("7",)), partition_activations=True,
+    recompute=("never", ("5", "6", "8", "9")), partition_activations=True,
 )  # fmt: skip
 PLANS = {
     "inputs": INPUTS,
@@ -54,8 +54,8 @@ PLANS = {
     "runs": RUNS,
     "runs, put away, split": replace(RUNS, offload="activations", schedule="zero-bubble"),
     "slices": Plan(
-        stages=2, balance=(5, 5), spatial="2x2", local_dp=2, micro_batches=4, keep=("inputs", ()),
-        partition_activations=True,
+        stages=2, balance=(5, 5), spatial="2x2", local_dp=2, micro_batches=4,
+        recompute=("always", ("",)), partition_activations=True,
     ),
 }  # fmt: skip
 
@@ -120,8 +120,8 @@ def test_parts_are_put_together_with_the_strides_they_had() -> None:
 
 def test_it_is_refused_where_nothing_is_kept_by_all() -> None:
     with pytest.raises(PlanError, match="no stage is both cut over ranks and recomputed"):
-        Plan(stages=2, keep="inputs", partition_activations=True)
+        Plan(stages=2, recompute="always", partition_activations=True)
     with pytest.raises(PlanError, match="no stage is both cut over ranks and recomputed"):
-        Plan(stages=2, spatial="2x1", keep=("all", "inputs"), partition_activations=True)
+        Plan(stages=2, spatial="2x1", recompute=("never", "always"), partition_activations=True)
     with pytest.raises(PlanError, match="is cut already, like the image"):
         planned(net(), data(), PLANS["slices"])

@@ -49,7 +49,7 @@ def putting_away(draw: Any) -> Plan:
     plan = replace(draw(plans()), offload=f"{draw(st.sampled_from(WHAT))}:{draw(WHERE)}")
     if draw(st.booleans()):
         plan = replace(L2L, stages=plan.depth, data=plan.data, offload=plan.offload)
-    plan = replace(plan, keep=draw(st.sampled_from(("all", "inputs", "except-last"))))
+    plan = replace(plan, recompute=draw(st.sampled_from(("never", "always", "except_last"))))
     if plan.data > 1:
         plan = replace(plan, zero=draw(st.integers(0, 2 if plan.bidirectional else 3)))
     eager = plan.zero in (0, 3) and draw(st.booleans())
@@ -248,7 +248,7 @@ def test_each_direction_fetches_for_itself() -> None:
 
 
 def test_check_finds_weights_that_are_not_there_and_updates_out_of_place() -> None:
-    plan = replace(L2L, stages=1, micro_batches=1, optimizer_step="eager", keep="all")
+    plan = replace(L2L, stages=1, micro_batches=1, optimizer_step="eager", recompute="never")
     assert check(parse("0: 0U 0F0 0R0 0B0 0D 0A 0O"), plan) == []
     for text, complaint in {
         "0: 0F0 0R0 0B0 0A 0O": "0F0 has no weights; it wants 0U before it",

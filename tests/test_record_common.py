@@ -267,7 +267,7 @@ def test_statistics_of_a_module_that_looks_at_values_are_updated_once_when_it_is
             return y if float(y.detach().sum()) > 0 else y * 0.5
 
     torch.manual_seed(0)
-    plan = Plan(stages=2, micro_batches=1, schedule="gpipe", keep="inputs")
+    plan = Plan(stages=2, micro_batches=1, schedule="gpipe", recompute="always")
     assert_exact(nn.Sequential(Looks(), nn.Linear(6, 5)).double(), plan)
 
 
@@ -355,7 +355,7 @@ SAMPLES = {
     "1f1b": Plan(stages=2, micro_batches=3, schedule="1f1b"),
     "gems of four": Plan(stages=2, replications=2, schedule="gems"),
     "gems and data": Plan(stages=2, replications=1, data=2, schedule="gems"),
-    "recomputed": Plan(stages=2, replications=1, schedule="gems", keep="inputs"),
+    "recomputed": Plan(stages=2, replications=1, schedule="gems", recompute="always"),
     "zero": Plan(stages=1, micro_batches=2, data=2, zero=3, schedule="sequential"),
 }
 

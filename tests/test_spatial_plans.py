@@ -55,6 +55,11 @@ def classifier() -> nn.Module:
         ).double()  # fmt: skip
 
 
+def all_but(*names: str) -> tuple[str, ...]:
+    """The names of the other layers of the classifier."""
+    return tuple(name for name in map(str, range(13)) if name not in names)
+
+
 def segmenter() -> nn.Module:
     """Eight layers: a class for each pixel of 13 x 11."""
     torch.manual_seed(0)

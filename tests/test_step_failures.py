@@ -36,7 +36,7 @@ FAMILIES = {
     "offloaded, eager": Plan(
         stages=2, ranks=1, schedule="l2l", offload="weights:host", optimizer_step="eager"
     ),
-    "recomputed": Plan(stages=2, micro_batches=3, keep="inputs"),
+    "recomputed": Plan(stages=2, micro_batches=3, recompute="always"),
 }
 
 

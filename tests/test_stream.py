@@ -132,7 +132,7 @@ PLANS = {
     "both ways": Plan(stages=2, stream=(2, 2), schedule="gems", replications=1),
     "weights apart": Plan(stages=3, stream=(2, 2), schedule="zero-bubble", micro_batches=3),
     "copies": Plan(stages=2, stream=(2, 2), data=2, micro_batches=1),
-    "others keep inputs": Plan(stages=3, stream=(2, 2), keep="inputs", micro_batches=2),
+    "others keep inputs": Plan(stages=3, stream=(2, 2), recompute="always", micro_batches=2),
     "others are slices": Plan(stages=2, stream=(2, 2), local_dp=2, schedule="gpipe"),
 }
 
@@ -278,8 +278,8 @@ def test_what_needs_the_whole_image_is_refused_before_anything_runs(kind: str) -
 def test_a_plan_says_what_cannot_be_streamed() -> None:
     with pytest.raises(PlanError, match=r"stage 0 streams 2x2 .* cut over 4 .*leave one"):
         Plan(stages=2, stream="2x2", spatial="2x2")
-    with pytest.raises(PlanError, match="keep says 'except-last'; say 'inputs'"):
-        Plan(stages=2, stream="2x2", keep="except-last")
+    with pytest.raises(PlanError, match="recompute is 'except_last'; give it 'always'"):
+        Plan(stages=2, stream="2x2", recompute="except_last")
     with pytest.raises(PlanError, match="2 grids for 1 stages"):
         Plan(stream=["2x2", "2x2"])
     with pytest.raises(PlanError, match=r"local_dp=2 .* all 1 stream"):

@@ -63,7 +63,7 @@ PLANS = {
     "three stages": Plan(stages=(("0", "1"), ("2",), ("3", "4", "5")), micro_batches=2),
     "two directions": Plan(stages=CUTS, schedule="gems"),
     "two copies": Plan(stages=CUTS, micro_batches=1, data=2),
-    "recomputed": Plan(stages=CUTS, micro_batches=2, keep="inputs"),
+    "recomputed": Plan(stages=CUTS, micro_batches=2, recompute="always"),
     "tiles": Plan(stages=CUTS, spatial=[(2, 1)], micro_batches=2),
     "2x2 tiles": Plan(stages=CUTS, spatial=[(2, 2)], micro_batches=2),
     "all on tiles": Plan(stages=1, spatial=(2, 2), micro_batches=2, schedule="sequential"),

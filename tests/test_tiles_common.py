@@ -305,7 +305,7 @@ PLANS = {
     "2x1, then whole": Plan(
         stages=[["stem", "layer"], ["mean", "head"]], spatial=[(2, 1)], micro_batches=2
     ),
-    "recomputed": Plan(stages=1, spatial=(2, 1), schedule="sequential", keep="inputs"),
+    "recomputed": Plan(stages=1, spatial=(2, 1), schedule="sequential", recompute="always"),
 }
 
 
@@ -443,8 +443,8 @@ def test_a_hook_that_forward_puts_on_a_tile_is_rejected() -> None:
     "plan",
     [
         Plan(stages=1, spatial=(3, 1), schedule="sequential"),
-        Plan(stages=1, spatial=(3, 1), schedule="sequential", keep="inputs"),
-        Plan(stages=1, spatial=(3, 1), schedule="sequential", keep=["0"]),
+        Plan(stages=1, spatial=(3, 1), schedule="sequential", recompute="always"),
+        Plan(stages=1, spatial=(3, 1), schedule="sequential", recompute=["1", "2", "3"]),
         Plan(stages=2, spatial=[(3, 1)], micro_batches=2),
     ],
 )

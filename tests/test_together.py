@@ -61,8 +61,8 @@ def a_plan(r: Random, streams: bool) -> Plan:
     """Anything; it may well be one that cannot be."""
     stages = r.randint(1, 4)
     grids = [r.choice(((1, 2), (2, 1), (2, 2))) for _ in range(r.randint(1, stages))]
-    keeps: list[Any] = ["all", "inputs", "except-last", ()]
-    keeps += [tuple(r.sample(LAYERS, 2)), tuple(r.sample(LAYERS, 4))]
+    entries: list[Any] = ["never", "always", "except_last", ("",)]
+    entries += [tuple(r.sample(LAYERS, 2)), tuple(r.sample(LAYERS, 4))]
     schedule = r.choice(SCHEDULES)
     placement: Any = r.choice(PLACEMENTS)
     if r.random() < 0.2:
@@ -81,7 +81,7 @@ def a_plan(r: Random, streams: bool) -> Plan:
         halo=some(r, 0.2, "d2", "d1"),
         max_in_flight=some(r, 0.2, 1, 0) if schedule == "auto" else 0,
         grad_sync=r.choice(("overlap", "end")),
-        keep=some(r, 0.3, tuple(r.choice(keeps) for _ in range(stages)), r.choice(keeps)),
+        recompute=some(r, 0.3, tuple(r.choice(entries) for _ in range(stages)), r.choice(entries)),
         stream=some(r, 0.5, (r.choice(((2, 2), (3, 1))),), ()) if streams else (),
         zero=some(r, 0.6, r.randint(1, 3), 0),
         offload=some(r, 0.6, [f"{w}:{r.choice(WHERE)}" for w in what], ()),
@@ -149,7 +149,7 @@ def test_the_cases_say_all_there_is() -> None:
     }
     for both in (
         lambda p: p.cut and p.zero and p.offload,
-        lambda p: p.cut and p.keep != "all" and p.offload,
+        lambda p: p.cut and p.recompute != "never" and p.offload,
         lambda p: p.bidirectional and p.offload and p.zero,
         lambda p: p.stream and p.offload,
         lambda p: p.ranks < p.depth and p.offload,

@@ -126,10 +126,16 @@ PLANS = {
     "two stages": (Plan(stages=2, micro_batches=2, schedule="2bw"), "sgd"),
     "three stages": (Plan(stages=3, micro_batches=4, schedule="2bw"), "adam"),
     "four stages": (Plan(stages=4, micro_batches=4, schedule="2bw"), "momentum"),
-    "recomputing": (Plan(stages=3, micro_batches=3, schedule="2bw", keep="inputs"), "adam"),
+    "recomputing": (Plan(stages=3, micro_batches=3, schedule="2bw", recompute="always"), "adam"),
     "two copies": (Plan(stages=2, micro_batches=3, data=2, schedule="2bw"), "momentum"),
     "two copies, recomputing": (
-        Plan(stages=2, micro_batches=2, data=2, schedule="2bw", keep=("inputs", ("3", "9"))),
+        Plan(
+            stages=2,
+            micro_batches=2,
+            data=2,
+            schedule="2bw",
+            recompute=("always", ("4", "5", "6", "7", "8")),
+        ),
         "adam",
     ),
     "tiles": (Plan(stages=2, micro_batches=2, spatial=(2, 1), schedule="2bw"), "momentum"),
@@ -197,9 +203,9 @@ def test_batches_may_have_other_sizes() -> None:
     same_state(state, expected[1])
 
 
-@pytest.mark.parametrize("keep", ("all", "inputs"))
-def test_weights_may_be_frozen_for_a_while_between_batches(keep: str) -> None:
-    plan, data = THREE if keep == "all" else replace(THREE, keep="inputs"), DATA[:5]
+@pytest.mark.parametrize("recompute", ("never", "always"))
+def test_weights_may_be_frozen_for_a_while_between_batches(recompute: str) -> None:
+    plan, data = THREE if recompute == "never" else replace(THREE, recompute="always"), DATA[:5]
 
     def freeze(model: nn.Module, t: int) -> None:
         for name, p in model.named_parameters():
@@ -234,8 +240,8 @@ def test_dropout_does_not_depend_on_the_stages() -> None:
 
     data = batches((8, 4), 3, 4, torch.float64)
     one = trained(Plan(micro_batches=4, schedule="2bw"), dropping(), data, MAKERS["sgd"])
-    for keep in ("all", "inputs"):
-        plan = Plan(stages=3, micro_batches=4, schedule="2bw", keep=keep)
+    for recompute in ("never", "always"):
+        plan = Plan(stages=3, micro_batches=4, schedule="2bw", recompute=recompute)
         several = trained(plan, dropping(), data, MAKERS["sgd"])
         assert several[0] == pytest.approx(one[0], rel=1e-12)
         same_state(several[1], one[1], 1e-12)
@@ -246,7 +252,7 @@ def processed(transport: Transport, plan: Plan, data: list[Any]) -> tuple[list[f
 
 
 def test_ranks_that_are_processes_come_to_the_same() -> None:
-    plan = Plan(stages=2, micro_batches=3, data=2, schedule="2bw", keep=("inputs", "all"))
+    plan = Plan(stages=2, micro_batches=3, data=2, schedule="2bw", recompute=("always", "never"))
     data = batches((12, 2, 6, 6), 3, 6, torch.float64)
     expected = by_equation(network(), data, plan.total, MAKERS["momentum"])
     for losses, state in spawn(plan.world, processed, plan, data):
@@ -495,7 +501,7 @@ def test_weights_of_several_stages_are_refused() -> None:
         ({"bidirectional": True, "micro_batches": 2}, "one direction"),
         ({"data": 2, "zero": 1}, "zero=1 does not shard the second weight version"),
         ({"grad_sync": "end"}, "2bw has none"),
-        ({"keep": "except-last"}, "wants a last micro-batch"),
+        ({"recompute": "except_last"}, "wants a last micro-batch"),
     ],
 )
 def test_plans_that_two_buffers_do_not_fit_are_refused(options: Any, why: str) -> None:
@@ -516,10 +522,10 @@ def test_several_stages_on_a_rank_are_refused() -> None:
 
 def sizes() -> list[Plan]:
     found = [
-        Plan(stages=p, micro_batches=m, data=d, keep=keep, schedule="2bw")
+        Plan(stages=p, micro_batches=m, data=d, recompute=recompute, schedule="2bw")
         for p in (1, 2, 3, 5)
         for m in (p, p + 1, 2 * p)
-        for d, keep in ((1, "all"), (2, "inputs"))
+        for d, recompute in ((1, "never"), (2, "always"))
     ]
     skips = ((0, 1), (1, 2), (2, 3), (0, 2), (0, 3))
     found.append(Plan(stages=4, micro_batches=5, edges=skips, schedule="2bw"))
@@ -601,11 +607,11 @@ def test_check_finds_updates_in_the_wrong_place() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (4, 4), (4, 7), (8, 8)])
 def test_there_is_no_bubble_with_equal_stages(p: int, m: int) -> None:
-    for keep, seconds in (("all", 3), ("inputs", 4)):
-        plan = Plan(stages=p, micro_batches=m, keep=keep, schedule="2bw")
+    for recompute, seconds in (("never", 3), ("always", 4)):
+        plan = Plan(stages=p, micro_batches=m, recompute=recompute, schedule="2bw")
         timeline = simulate(lowered(plan), plan, unit(p))
         assert timeline.seconds == m * seconds and timeline.bubble == 0
-        most = range(p, 0, -1) if keep == "all" else [1] * p
+        most = range(p, 0, -1) if recompute == "never" else [1] * p
         assert timeline.max_in_flight == tuple(most)
 
 
@@ -626,25 +632,25 @@ def test_memory_is_the_published(p: int) -> None:
     edges = tuple(Edge(s, s + 1, inputs, inputs) for s in range(p - 1))
     cost = Cost(activations=inputs + inner, weights=weights, gradients=weights)
     costs = Costs((cost,) * p, edges)
-    for keep, activations in (("inputs", inner), ("all", p * inner)):
-        plan = Plan(stages=p, micro_batches=p, schedule="2bw", keep=keep)
+    for recompute, activations in (("always", inner), ("never", p * inner)):
+        plan = Plan(stages=p, micro_batches=p, schedule="2bw", recompute=recompute)
         for rank, (row, meter) in enumerate(live(lowered(plan), plan, costs, state=0.0)):
             here = p - rank  # micro-batches under way
             got = inputs if rank else 0  # what the first stage reads is the data, which none sends
-            waiting = here * inputs if keep == "all" else inputs + (here - 1) * got
+            waiting = here * inputs if recompute == "never" else inputs + (here - 1) * got
             most = max(memory.activations for memory in row)
-            assert most == waiting + activations * (here / p if keep == "all" else 1)
+            assert most == waiting + activations * (here / p if recompute == "never" else 1)
             assert {memory.weights for memory in row} == {2 * weights}
             assert meter.peak.total >= 2 * weights + most
         first = live(lowered(plan), plan, costs, state=0.0)[0][0]
-        if keep == "all":
+        if recompute == "never":
             assert max(m.activations for m in first) == p * inner + p * inputs
 
 
 BYTES = {
     "three stages": Plan(stages=3, micro_batches=4, schedule="2bw"),
     "recomputing": Plan(
-        stages=3, micro_batches=3, schedule="2bw", keep=("inputs", "inputs", "all")
+        stages=3, micro_batches=3, schedule="2bw", recompute=("always", "always", "never")
     ),
     "two copies": Plan(stages=2, micro_batches=2, data=2, schedule="2bw"),
 }
@@ -713,7 +719,7 @@ def test_the_published_rule_of_a_steps_length() -> None:
     costs = Costs((cost, cost), (Edge(0, 1, 10**8, 10**8),))
     # The second stage gets outputs, the first gradients: 0.1 s each.
     assert step_seconds(plan, costs, MACHINE) == pytest.approx(4 * 3.1)
-    again = replace(plan, keep="inputs")
+    again = replace(plan, recompute="always")
     assert step_seconds(again, costs, MACHINE) == pytest.approx(4 * (4 / 3 * 3 + 0.1))
     heavy = Costs((replace(cost, gradients=2e10), cost), costs.messages)
     assert step_seconds(plan, heavy, MACHINE) == pytest.approx(20.0)  # 2 (N - 1) / N bytes / s
@@ -731,7 +737,7 @@ def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
     assert (half.best.plan.data, half.best.plan.depth) == (2, 2)
     tight = 5 * 2 * size + 11_000
     quarter = search(graph, costs, MACHINE, replace(roomy, memory=tight)).best
-    assert quarter.plan.depth == 4 and set(quarter.plan.keeps) != {"all"}  # it computes again
+    assert quarter.plan.depth == 4 and set(quarter.plan.recompute_by_stage) != {"never"}
     # A slow link: sums of four copies take longer than the forward that they run beside.
     slow = replace(MACHINE, link=Link(1e8, 0.0))
     deep = search(graph, costs, slow, roomy)

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     given = parser.parse_args()
     print(where())
-    print("| network | ranks | cut by | images/s | x | fullest rank, MB | mean, MB |")
+    print("| network | ranks | balanced by | images/s | x | fullest rank, MB | mean, MB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for network in given.networks:
         for size in (2, 4):

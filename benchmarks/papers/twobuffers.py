@@ -18,14 +18,14 @@ from gems.schedule.build import lowered
 WEIGHTS, ACTIVATIONS, INPUTS = 3200, 6400, 100
 
 
-def formula(p: int, keep: str) -> float:
-    kept = ACTIVATIONS / p if keep == "inputs" else ACTIVATIONS
+def formula(p: int, recompute: str) -> float:
+    kept = ACTIVATIONS / p if recompute == "always" else ACTIVATIONS
     return 2 * WEIGHTS / p + kept + p * INPUTS
 
 
-def counted(p: int, keep: str) -> float:
+def counted(p: int, recompute: str) -> float:
     """Most bytes of weights and stash on any rank, in live bytes of every action."""
-    plan = Plan(stages=p, micro_batches=p, schedule="2bw", keep=keep)
+    plan = Plan(stages=p, micro_batches=p, schedule="2bw", recompute=recompute)
     rows = live(lowered(plan), plan, _costs(p), state=0.0)
     return max(memory.weights + memory.activations for row, _ in rows for memory in row)
 
@@ -42,10 +42,10 @@ def bubble(p: int, m: int, schedule: str) -> float:
 
 def report() -> str:
     rows = [
-        (p, keep, f"{formula(p, keep):g}", f"{counted(p, keep):g}",
+        (p, recompute, f"{formula(p, recompute):g}", f"{counted(p, recompute):g}",
          f"{bubble(p, p, '1f1b'):.1%}", f"{bubble(p, p, '2bw'):.1%}")
         for p in (2, 4, 8)
-        for keep in ("all", "inputs")
+        for recompute in ("never", "always")
     ]  # fmt: skip
-    names = ("p = m", "keep", "formula", "counted", "1F1B bubble", "2BW bubble")
+    names = ("p = m", "recompute", "formula", "counted", "1F1B bubble", "2BW bubble")
     return table(names, rows)

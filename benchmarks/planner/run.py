@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:3], choices=list(NETWORKS))
     given = parser.parse_args()
     print(where())
-    print("| network | plan | said, ms | took, ms | over the fastest | |")
+    print("| network | plan | predicted, ms | measured, ms | over the fastest | |")
     print("|---|---|---|---|---|---|", flush=True)
     over = {}
     for network in given.networks:

@@ -45,7 +45,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="steps that are taken")
     given = parser.parse_args()
     print(where())
-    print("| network | plan | said, ms | took, ms | off | said, MB | counted, MB | worst kind |")
+    print(
+        "| network | plan | predicted, ms | measured, ms | off | predicted, MB | counted, MB "
+        "| worst kind |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     found = []
     for network in NETWORKS:

@@ -20,8 +20,8 @@ LAST = ("inputs", "inputs", "inputs", "all")  # in 1F1B the last stage has nothi
 
 @dataclass(frozen=True)
 class Chart:
-    """Points by their family. `memory` is what the trainer is told of those with `keep="auto"`, in
-    parts of what the first point takes by the simulator."""
+    """Points by their family. `memory` is the budget of those with `recompute="auto"`,
+    in parts of what the first point takes by the simulator."""
 
     title: str
     ranks: int
@@ -47,12 +47,12 @@ CHARTS = {
         families={
             "keeps all": {"keep all": Plan(**ALONE)},
             "recomputes": {
-                "auto, 3/4": Plan(**ALONE, keep="auto"),
-                "auto, 1/2": Plan(**ALONE, keep="auto"),
-                "auto, 3/8": Plan(**ALONE, keep="auto"),
-                "inputs of 3 stages": Plan(**ALONE, stages=3, keep="inputs"),
-                "inputs of 6 stages": Plan(**ALONE, stages=6, keep="inputs"),
-                "inputs of 12 stages": Plan(**ALONE, stages=12, keep="inputs"),
+                "auto, 3/4": Plan(**ALONE, recompute="auto"),
+                "auto, 1/2": Plan(**ALONE, recompute="auto"),
+                "auto, 3/8": Plan(**ALONE, recompute="auto"),
+                "inputs of 3 stages": Plan(**ALONE, stages=3, recompute="always"),
+                "inputs of 6 stages": Plan(**ALONE, stages=6, recompute="always"),
+                "inputs of 12 stages": Plan(**ALONE, stages=12, recompute="always"),
             },
             "streams": {
                 "stream 2x2, 3 stages": Plan(**ALONE, stages=4, stream=((2, 2),) * 3),
@@ -64,7 +64,7 @@ CHARTS = {
                 "stash of 16 stages": Plan(**APART, stages=16, offload="activations:disk"),
                 "stash of 64 stages": Plan(**APART, stages=64, offload="activations:disk"),
                 "inputs of 64 stages": Plan(
-                    **APART, stages=64, keep="inputs", offload="activations:disk"
+                    **APART, stages=64, recompute="always", offload="activations:disk"
                 ),
                 "stash and weights of 64": Plan(
                     **APART, stages=64, offload="activations:disk,weights:disk"
@@ -90,17 +90,21 @@ CHARTS = {
                 "zero-bubble": Plan(stages=4, schedule="zero-bubble", micro_batches=M),
             },
             "pipeline, recomputes": {
-                "gpipe, inputs": Plan(stages=4, schedule="gpipe", micro_batches=M, keep="inputs"),
-                "gpipe, except-last": Plan(
-                    stages=4, schedule="gpipe", micro_batches=M, keep="except-last"
+                "gpipe, inputs": Plan(
+                    stages=4, schedule="gpipe", micro_batches=M, recompute="always"
                 ),
-                "1f1b, inputs": Plan(stages=4, micro_batches=M, keep=LAST),
-                "1f1b, auto, 2/5": Plan(stages=4, micro_batches=M, keep="auto"),
-                "1f1b, auto, 1/5": Plan(stages=4, micro_batches=M, keep="auto"),
+                "gpipe, except-last": Plan(
+                    stages=4, schedule="gpipe", micro_batches=M, recompute="except_last"
+                ),
+                "1f1b, inputs": Plan(stages=4, micro_batches=M, recompute=LAST),
+                "1f1b, auto, 2/5": Plan(stages=4, micro_batches=M, recompute="auto"),
+                "1f1b, auto, 1/5": Plan(stages=4, micro_batches=M, recompute="auto"),
             },
             "both ways": {
                 "gems": Plan(stages=4, schedule="gems", micro_batches=M),
-                "gems, inputs": Plan(stages=4, schedule="gems", micro_batches=M, keep="inputs"),
+                "gems, inputs": Plan(
+                    stages=4, schedule="gems", micro_batches=M, recompute="always"
+                ),
                 "gems-zb": Plan(stages=4, schedule="gems-zb", micro_batches=M),
                 "gems, zero 2": Plan(stages=4, schedule="gems", micro_batches=M, zero=2),
                 "auto, both ways": Plan(
@@ -112,11 +116,11 @@ CHARTS = {
                 "copies, zero 1": Plan(**COPIES, zero=1),
                 "copies, zero 2": Plan(**COPIES, zero=2),
                 "copies, zero 3": Plan(**COPIES, zero=3),
-                "copies, zero 3, inputs": Plan(**COPIES, zero=3, keep="inputs"),
+                "copies, zero 3, inputs": Plan(**COPIES, zero=3, recompute="always"),
             },
             "two versions": {
                 "2bw": Plan(stages=4, schedule="2bw", micro_batches=M),
-                "2bw, inputs": Plan(stages=4, schedule="2bw", micro_batches=M, keep=LAST),
+                "2bw, inputs": Plan(stages=4, schedule="2bw", micro_batches=M, recompute=LAST),
             },
             "puts away, on disk": {
                 "gpipe, stash": Plan(
@@ -130,7 +134,7 @@ CHARTS = {
             "tiles": {
                 "tiles 2x2": Plan(schedule="sequential", spatial=((2, 2),), micro_batches=M),
                 "tiles 2x2, auto, 1/8": Plan(
-                    schedule="sequential", spatial=((2, 2),), micro_batches=M, keep="auto"
+                    schedule="sequential", spatial=((2, 2),), micro_batches=M, recompute="auto"
                 ),
             },
         },

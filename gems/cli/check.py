@@ -49,7 +49,7 @@ def run(given: argparse.Namespace) -> int:
 def _model_problems(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
     """What of a plan does not fit the model: names, edges, and cuts that are not exact."""
     from gems.hardware import machine
-    from gems.planner.assign import stages, unkept, written
+    from gems.planner.assign import stages, unknown_names, written
 
     graph, costs = studied(given, machine("cpu")).graph
     try:
@@ -57,8 +57,8 @@ def _model_problems(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
     except GemsError as error:
         yield str(error)
         return
-    if unknown := list(unkept(plan, graph)):
-        yield from (f"keep: {fault}" for fault in unknown)
+    if unknown := list(unknown_names(plan, graph)):
+        yield from (f"recompute: {fault}" for fault in unknown)
         return
     edges = written(plan, graph, stage_of).edges
     if plan.edges is not None and plan.edges != edges:

@@ -15,7 +15,7 @@ from gems.geometry.grid import HALOS, LAYOUTS
 from gems.hardware import MACHINES, Machine
 from gems.plans.offload import offload_of
 from gems.plans.plan import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO, Plan
-from gems.plans.recompute import spelled
+from gems.plans.recompute import parse_recompute
 
 if TYPE_CHECKING:
     from gems.data.source import Source
@@ -150,12 +150,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "beside other work (default); without, after all work",
     )
     put(
-        "--keep",
-        default="all",
-        metavar="K",
-        help="what stages keep for backward, the rest is computed again: all (default), inputs, "
-        "except-last, auto (what memory has room for), or names of modules: layer1,layer2; with a "
-        "slash for each stage: inputs/layer2,layer3/all; GPipe's always and never are understood",
+        "--recompute",
+        default="never",
+        metavar="R",
+        help="activations that stages drop and recompute for backward: never (default), always, "
+        "except_last (all but the last micro-batch's), auto (as the memory budget demands), or "
+        "those of modules: layer1,layer2; with a slash between stages: always/layer2,layer3/never",
     )
     put(
         "--stream",
@@ -233,7 +233,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         halo=given.halo,
         fused_layers=given.fused_layers,
         grad_sync="overlap" if given.enable_master_comm_opt else "end",
-        keep=spelled(given.keep),
+        recompute=parse_recompute(given.recompute),
         stream=tuple(filter(None, given.stream.split(","))),
         zero=given.zero,
         offload=offload_of(given.offload),

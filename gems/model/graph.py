@@ -168,12 +168,17 @@ def covering(name: str, listed: Mapping[str, object]) -> str | None:
 
 
 def around(name: str) -> Iterator[str]:
-    """The name of a block, and of all modules around it, from the inside out."""
+    """Names that cover a block: its own, then those of the modules around it from the inside out,
+    the model's "" last. The first of several calls of a module has the module's name; `relu:1`
+    names it alone."""
     yield name
-    at = name.partition(":")[0]
+    at, _, call = name.partition(":")
+    if not call:
+        yield f"{name}:1"
     while at:
         yield at
         at = at.rpartition(".")[0]
+    yield ""
 
 
 def members(stage_of: Sequence[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gems.errors import PlanError, problems
 from gems.model.costs import Costs
 from gems.model.graph import Graph, around, covering, crossings, members
-from gems.planner.in_flight import kept
+from gems.planner.in_flight import in_flight
 from gems.planner.partition import by_weight
 from gems.planner.recompute_selection import fitted
 from gems.plans.plan import Plan
@@ -20,7 +20,7 @@ def assign(
 ) -> Plan:
     """The plan with its blocks written out by name, and with the model's edges between stages.
 
-    `room` is what `keep="auto"` may fill on each rank, if not `memory`.
+    `room` is what `recompute="auto"` may fill on each rank, if not `memory`.
     """
     stage_of = stages(plan, graph, costs, memory)
     room = memory if room is None else room
@@ -33,8 +33,8 @@ def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
     names = tuple(tuple(graph.blocks[i].name for i in mine) for mine in members(stage_of))
     balance = plan.balance if isinstance(plan.balance, str) else "time"
     edges = tuple(crossings(graph, stage_of))
-    if found := list(unkept(plan, graph)):
-        raise PlanError(problems("this plan cannot keep what it says:", found))
+    if found := list(unknown_names(plan, graph)):
+        raise PlanError(problems("this plan's recompute does not fit the model:", found))
     return replace(plan, stages=names, balance=balance, edges=edges)
 
 
@@ -47,18 +47,19 @@ def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) 
         return stages_by_name(graph, plan.stages)
     if not isinstance(plan.balance, str):
         return _by_count(graph, plan.balance)
-    keeps = kept(plan) if memory is not None or plan.balance == "memory" else None
+    counts = in_flight(plan) if memory is not None or plan.balance == "memory" else None
     spatial = sum(bool(grid.tiles and grid.size > 1) for grid in plan.grids)
     streamed = len(plan.stream) if isinstance(plan.stream, tuple) else 0
     return by_weight(
         graph, costs, plan.depth, plan.balance, plan.sizes,
-        spatial=spatial, streamed=streamed, keeps=keeps, cap=memory,
+        spatial=spatial, streamed=streamed, in_flight=counts, cap=memory,
     )  # fmt: skip
 
 
-def unkept(plan: Plan, graph: Graph) -> Iterator[str]:
-    """The names of `keep` that are no block's and no module's."""
-    names = dict.fromkeys(n for keep in plan.keeps if not isinstance(keep, str) for n in keep)
+def unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
+    """The names of `recompute` that are no block's and no module's."""
+    entries = (entry for entry in plan.recompute_by_stage if not isinstance(entry, str))
+    names = dict.fromkeys(name for entry in entries for name in entry)
     if not names:
         return
     known = {name for block in graph.blocks for name in around(block.name)}

@@ -9,7 +9,7 @@ from itertools import takewhile
 from gems.geometry.grid import square
 from gems.model.graph import Graph
 from gems.plans.plan import ASYNCHRONOUS, Plan
-from gems.plans.recompute import Keep
+from gems.plans.recompute import Recompute
 from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
@@ -45,11 +45,11 @@ def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") ->
 
 
 def recomputing(choice: Choice) -> Iterator[Choice]:
-    """The same with less kept for backward: inputs only, or the blocks that there is room for."""
+    """The same with recomputation: of whole stages, or of blocks as the budget demands."""
     plan, family = choice.plan, f"{choice.family}, recomputing"
     if plan.depth > 1 and plan.schedule not in BY_SAMPLE:
-        yield Choice(family, replace(plan, keep=_inputs(plan)))
-    yield Choice(family, replace(plan, keep="auto"))
+        yield Choice(family, replace(plan, recompute=_every_stage(plan)))
+    yield Choice(family, replace(plan, recompute="auto"))
 
 
 def putting_away(
@@ -66,7 +66,7 @@ def putting_away(
     for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
         if sum(cut.sizes) * cut.micro_batches > LONG:
             continue
-        less = replace(cut, keep=_inputs(cut))
+        less = replace(cut, recompute=_every_stage(cut))
         yield Choice(family, replace(cut, offload=f"activations:{place}"))
         if plan.schedule not in BY_SAMPLE or cut.depth > 1:
             yield Choice(family, less)
@@ -144,12 +144,12 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
             yield Choice(family, replace(plan, stages=stages, ranks=1, zero=3))
 
 
-def _inputs(plan: Plan) -> Keep:
+def _every_stage(plan: Plan) -> Recompute:
     """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
     return (
-        (*("inputs",) * (plan.depth - 1), "all")
+        (*("always",) * (plan.depth - 1), "never")
         if plan.schedule in ("1f1b", ASYNCHRONOUS)
-        else "inputs"
+        else "always"
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from gems.model.costs import Costs, together
 from gems.model.graph import Block, Graph, Weight
 from gems.plans.plan import Plan
+from gems.predict.recompute_cost import names_of, recomputed_blocks
 
 
 def coarse(graph: Graph, costs: Costs, lumps: int) -> tuple[Graph, Costs]:
@@ -73,19 +74,23 @@ def _merged(graph: Graph) -> Graph:
 
 
 def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
-    """A plan for lumps as one for the graph that they are of: `keep` names all blocks of a lump."""
-    if lumps is graph or isinstance(plan.keep, str):
+    """A plan for lumps as one for the graph that they are of: `recompute` names all blocks of a
+    lump."""
+    if lumps is graph or isinstance(plan.recompute, str):
         return plan
-    members: dict[str, list[str]] = {}
-    firsts, last = {block.name for block in lumps.blocks}, ""
-    for block in graph.blocks:
-        last = block.name if block.name in firsts else last
-        members.setdefault(last, []).append(block.name)
-    keep = tuple(
-        k if isinstance(k, str) else tuple(n for name in k for n in members[name])
-        for k in plan.keeps
-    )
-    return replace(plan, keep=keep)
+    members: list[list[int]] = []
+    for i, block in enumerate(graph.blocks):
+        if block.name in lumps.index:
+            members.append([])
+        members[-1].append(i)
+    entries = list(plan.recompute_by_stage)
+    for stage, entry in enumerate(entries):
+        within = [lumps.index[name] for name in plan.stages[stage]]  # type: ignore[index]
+        if (chosen := recomputed_blocks(entry, lumps, within)) is not None:
+            blocks = [i for lump in within for i in members[lump]]
+            recomputed = {i for lump in chosen for i in members[lump]}
+            entries[stage] = names_of(graph, recomputed, blocks)
+    return replace(plan, recompute=tuple(entries))
 
 
 def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:

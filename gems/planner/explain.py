@@ -21,7 +21,7 @@ def describe(plan: Plan) -> str:
     stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
     cut = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
     ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
-    rest = f", keeps {kept(plan)}" if less(plan) else ""
+    rest = f", recomputes {recomputed(plan)}" if less(plan) else ""
     if plan.stream:
         rest += f", streams {streams(plan)}"
     if plan.zero:
@@ -46,13 +46,13 @@ def streams(plan: Plan) -> str:
 
 
 def less(plan: Plan) -> bool:
-    """Whether some stage does not keep all."""
-    return any(keep != "all" for keep in plan.keeps)
+    """Whether some stage recomputes."""
+    return any(entry != "never" for entry in plan.recompute_by_stage)
 
 
-def kept(plan: Plan) -> str:
-    """What stages keep for backward, in a few words."""
-    words = ["some blocks" if isinstance(keep, tuple) else keep for keep in plan.keeps]
+def recomputed(plan: Plan) -> str:
+    """What stages recompute, in a few words."""
+    words = ["some blocks" if isinstance(r, tuple) else r for r in plan.recompute_by_stage]
     found = dict.fromkeys(words)
     if len(found) == 1:
         return words[0]
@@ -117,12 +117,12 @@ def bought(found: Found) -> str:
     least = [p for p in found.pruned if _twins(p.plan, best.plan)]
     text = f"recomputing: {size(best.bytes)} are enough"
     if same:
-        text += f" where keeping all takes {size(same[0].bytes)}"
+        text += f" where saving all takes {size(same[0].bytes)}"
         more = best.seconds / same[0].seconds - 1
         return f"{text}, for {more:.0%} more time" if more > 0.005 else f"{text}, in the same time"
     if least:
         more = best.seconds / least[0].seconds - 1
-        text += f" where keeping all takes {size(least[0].bytes)} or more"
+        text += f" where saving all takes {size(least[0].bytes)} or more"
         return f"{text}, for at most {max(more, 0):.0%} more time"
     return text
 
@@ -161,7 +161,11 @@ def shared(found: Found) -> str:
     tried = [(c.bytes, c.plan, "") for c in (*found.fitting, *found.rest)]
     tried += [(p.bytes, p.plan, " or more") for p in found.pruned]
     for needs, plan, more in tried:
-        if plan.zero == 0 and plan.keeps == best.plan.keeps and _alike(plan, best.plan):
+        if (
+            plan.zero == 0
+            and plan.recompute_by_stage == best.plan.recompute_by_stage
+            and _alike(plan, best.plan)
+        ):
             return f"{text} where each having it all takes {size(needs)}{more}"
     return text
 

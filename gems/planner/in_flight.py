@@ -7,13 +7,14 @@ from functools import lru_cache
 from itertools import accumulate
 
 from gems.plans.plan import BIDIRECTIONAL, Plan
+from gems.plans.recompute import WHOLE_STAGE
 from gems.predict.timeline import LIVE
 from gems.schedule.action import Kind
 from gems.schedule.build import build
 
 
-def kept(plan: Plan) -> list[float]:
-    """How many micro-batches each stage keeps for backward at most, in the plan's own order.
+def in_flight(plan: Plan) -> list[float]:
+    """How many micro-batches each stage has in flight at most, in the plan's own order.
 
     The stages of one rank share its memory, so each counts as often as there are; but not those of
     two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one. What
@@ -26,7 +27,7 @@ def kept(plan: Plan) -> list[float]:
     if plan.schedule == "auto":
         counts = [1] * plan.depth
     else:
-        counts = [in_flight for in_flight, _ in _counts(_order_of(plan))]
+        counts = [most for most, _ in _counts(_order_of(plan))]
     return [
         float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
         for stage, count in enumerate(counts)
@@ -42,9 +43,9 @@ def held(plan: Plan) -> list[int]:
 
 def _order_of(plan: Plan) -> Plan:
     """What of a plan matters to how many micro-batches are under way."""
-    keep = tuple(k if k in ("inputs", "except-last") else "all" for k in plan.keeps)
+    recompute = tuple(r if r in WHOLE_STAGE else "never" for r in plan.recompute_by_stage)
     lanes = plan.lanes() if plan.cut else plan.one_copy()
-    return replace(lanes, stages=plan.depth, edges=None, keep=keep, why="")
+    return replace(lanes, stages=plan.depth, edges=None, recompute=recompute, why="")
 
 
 @lru_cache(maxsize=256)
@@ -54,12 +55,12 @@ def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
     found = []
     for stage in range(plan.depth):
         row = [a for a in order.ranks[plan.rank_of(stage, 0)] if a.stage == stage]
-        again = plan.keeps[stage] in ("inputs", "except-last")
+        again = plan.recompute_by_stage[stage] in WHOLE_STAGE
         later = [
             again and a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row
         ]
         pairs = list(zip(row, later, strict=True))
-        in_flight = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
+        live = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
         inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)
-        found.append((max(in_flight), max(inputs)))
+        found.append((max(live), max(inputs)))
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gems.model.costs import Costs
-from gems.planner.in_flight import held, kept
+from gems.planner.in_flight import held, in_flight
 from gems.planner.request import Wish
 from gems.plans.plan import ASYNCHRONOUS, BIDIRECTIONAL, Plan
 from gems.predict.state_bytes import needed, share
@@ -19,7 +19,7 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
     with backward, a stage's after those of later ones, if they are not always there. The workspace
     of a rank's stages comes on top of its fullest moment.
     """
-    keeps, inputs = kept(plan), held(plan)
+    counts, inputs = in_flight(plan), held(plan)
     most = largest = 0.0
     stored, in_turn = bool(plan.offloaded_to("activations")), plan.schedule in BIDIRECTIONAL
     for on in plan.stages_on[: plan.ranks]:
@@ -35,7 +35,7 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
         workspace = max(staged[s].workspace for s in on)
         later = 0.0  # gradients of stages behind
         for s in sorted(on, reverse=True):
-            waiting = (1.0 if stored or in_turn else keeps[s] / len(on)) * staged[s].activations
+            waiting = (1.0 if stored or in_turn else counts[s] / len(on)) * staged[s].activations
             waiting += staged[s].temporary
             waiting += max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
             here = staged.received(s) if plan.recomputes(s, 0) else staged[s].activations

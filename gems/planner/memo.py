@@ -10,7 +10,7 @@ from gems.hardware import Machine
 from gems.model.costs import Costs, of_stages
 from gems.model.graph import Graph
 from gems.planner.assign import stages, written
-from gems.planner.in_flight import kept
+from gems.planner.in_flight import in_flight
 from gems.planner.lower_bounds import least_bytes
 from gems.planner.recompute_selection import Footprints, fitted
 from gems.planner.request import Wish
@@ -40,16 +40,16 @@ class Cuts:
         for cap in (None, memory):
             given, stage_of = self._give_out(plan, cap)
             staged = self._price(replace(given, spatial=plan.spatial), stage_of)
-            cut = replace(plan, stages=given.stages, edges=given.edges, keep=given.keep)
+            cut = replace(plan, stages=given.stages, edges=given.edges, recompute=given.recompute)
             if cap is not None or least_bytes(cut, staged, self.wish)[0] <= memory:
                 return cut, staged
         raise AssertionError("the second cut is returned whatever it takes")
 
     def _give_out(self, plan: Plan, cap: float | None) -> Given:
         order = None
-        if cap is not None or plan.keep == "auto":  # what is kept hangs on what is under way
+        if cap is not None or plan.recompute == "auto":  # it depends on what is in flight
             order = (plan.schedule, plan.micro_batches, plan.placement)
-        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.keep)
+        shape = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.recompute)
         shape += (plan.stream, plan.balance, plan.offload, cap, order)
         if plan.zero and order:  # what is shared out, and among how many
             shape = (*shape, plan.zero, plan.data)
@@ -68,7 +68,7 @@ class Cuts:
         counted = cap is not None or plan.balance == "memory"
         tiles = tuple(bool(grid.tiles) for grid in plan.grids)
         shape = (plan.depth, plan.sizes, tiles, plan.stream, plan.balance, cap)
-        shape += (tuple(kept(plan)) if counted else None,)
+        shape += (tuple(in_flight(plan)) if counted else None,)
         if shape not in self._stages:
             self._stages[shape] = tuple(stages(plan, self.graph, self.costs, cap))
         return self._stages[shape]
@@ -76,7 +76,13 @@ class Cuts:
     def _price(self, plan: Plan, stage_of: tuple[int, ...]) -> Costs:
         if stage_of not in self._uncut:
             self._uncut[stage_of] = of_stages(self.costs, self.graph, stage_of)
-        shape = (stage_of, plan.grids, plan.keeps, plan.streams, plan.partition_activations)
+        shape = (
+            stage_of,
+            plan.grids,
+            plan.recompute_by_stage,
+            plan.streams,
+            plan.partition_activations,
+        )
         shape += (
             plan.spatial_groups[0] if plan.cut else None,
         )  # whose links their messages go over

@@ -184,14 +184,14 @@ def by_weight(
     *,
     spatial: int = 0,
     streamed: int = 0,
-    keeps: Sequence[float] | None = None,
+    in_flight: Sequence[float] | None = None,
     cap: float | None = None,
 ) -> list[int]:
     """The stage of every block, with even `time` or `memory` on the ranks of all stages.
 
     `speeds` says how many ranks run each stage together. The first `spatial` stages end before the
     first block that cannot be cut, if they can; the first `streamed` ones right before the first
-    block that parts of the image cannot pass one after the other. If a stage keeps `keeps[s]`
+    block that parts of the image cannot pass one after the other. If a stage keeps `in_flight[s]`
     micro-batches for backward, and must do with `cap` bytes, time is evened out under that.
     """
     blocks = len(graph.blocks)
@@ -200,20 +200,24 @@ def by_weight(
         spatial = streamed
         whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), blocks)
         split = spatial <= whole and parts - spatial <= blocks - whole and parts > spatial
-        stage_of = [] if split else _even(graph, costs, range(blocks), parts, what, speeds, keeps)
+        stage_of = (
+            [] if split else _even(graph, costs, range(blocks), parts, what, speeds, in_flight)
+        )
     else:
-        stage_of = _even(graph, costs, range(blocks), parts, what, speeds, keeps, cap)
+        stage_of = _even(graph, costs, range(blocks), parts, what, speeds, in_flight, cap)
         inside = all(stage >= spatial for stage in stage_of[whole:])
         split = spatial and not inside and whole >= spatial and parts > spatial
     if not split:
         return stage_of  # if it cannot be, who cuts the stages refuses it, and knows why
     sizes = list(speeds or (1,) * parts)
-    kept = list(keeps or (1.0,) * parts)
+    counts = list(in_flight or (1.0,) * parts)
     room = None if streamed else cap  # a streamed stage keeps next to nothing
-    first = _even(graph, costs, range(whole), spatial, what, sizes[:spatial], kept[:spatial], room)
+    first = _even(
+        graph, costs, range(whole), spatial, what, sizes[:spatial], counts[:spatial], room
+    )
     rest = _even(
         graph, costs, range(whole, blocks), parts - spatial, what, sizes[spatial:],
-        kept[spatial:], cap,
+        counts[spatial:], cap,
     )  # fmt: skip
     return first + [spatial + stage for stage in rest]
 
@@ -225,7 +229,7 @@ def _even(
     parts: int,
     what: str,
     speeds: Sequence[int] | None,
-    keeps: Sequence[float] | None,
+    in_flight: Sequence[float] | None,
     cap: float | None = None,
 ) -> list[int]:
     """The same for a run of blocks, counting its stages from 0."""
@@ -234,7 +238,7 @@ def _even(
     # Weights, their gradients and two moments of an optimizer are held beside the stash, and
     # by every rank of a team.
     state = [STATE * cost.weights for cost in items]
-    pairs = list(zip(keeps or (1.0,) * parts, speeds or (1,) * parts, strict=True))
+    pairs = list(zip(in_flight or (1.0,) * parts, speeds or (1,) * parts, strict=True))
     distinct = {
         (k, n): [k * s / n + held for s, held in zip(activations, state, strict=True)]
         for k, n in set(pairs)

@@ -32,7 +32,13 @@ from gems.geometry.grid import (
     tiles_of,
 )
 from gems.plans.offload import Offload, offload_of, offload_problems, place_of
-from gems.plans.recompute import Keep, Kept, by_stage, keep_of, keep_problems
+from gems.plans.recompute import (
+    Recompute,
+    StageRecompute,
+    by_stage,
+    normalize,
+    recompute_problems,
+)
 from gems.plans.streaming import stream_problems
 
 SCHEDULES = (
@@ -77,8 +83,8 @@ class Plan:
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
     grad_sync      when gradients are all-reduced over replicas and copies: `overlap`, each stage as
                    soon as it is complete, beside other work; or `end`, after all work
-    keep           what stages keep for backward: `all`, `inputs` (the rest is computed again),
-                   `except-last`, `auto`, or names of modules; for all stages, or one for each
+    recompute      activations that stages drop and recompute for backward: `never`, `always`,
+                   `except_last`, `auto`, or names of modules; for all stages, or one for each
     stream         the blocks that each of the first stages runs one after the other, on one rank,
                    keeping only its inputs: written like `spatial`
     zero           what the replica group of a stage shards: 1 the optimizer's state, 2 gradients
@@ -109,7 +115,7 @@ class Plan:
     halo: str = "d1"
     fused_layers: int = 0
     grad_sync: str = "overlap"
-    keep: Keep = "all"
+    recompute: Recompute = "never"
     stream: Spatial = ()
     zero: int = 0
     offload: Offload = ()
@@ -128,9 +134,9 @@ class Plan:
         if self.edges is not None:
             put("edges", tuple(tuple(edge) for edge in self.edges))
         put("spatial", tiles_of(self.spatial))
-        put("keep", keep_of(self.keep))
-        if self.schedule == "l2l" and self.keep == "all":  # its forward keeps inputs: see its file
-            put("keep", "inputs")
+        put("recompute", normalize(self.recompute))
+        if self.schedule == "l2l" and self.recompute == "never":  # its forward saves inputs only
+            put("recompute", "always")
         put("stream", tiles_of(self.stream))
         put("offload", offload_of(self.offload))
         self._check_sizes()
@@ -205,9 +211,9 @@ class Plan:
         tiles = tiles_of(self.spatial)
         yield from tile_problems(tiles, self.depth, self.local_dp)
         yield from halo_problems(self.halo, self.fused_layers, spatial=bool(tiles))
-        yield from keep_problems(self.keep, self.depth)
+        yield from recompute_problems(self.recompute, self.depth)
         yield from stream_problems(
-            tiles_of(self.stream), self.grids[: self.depth], self.keep, self.local_dp
+            tiles_of(self.stream), self.grids[: self.depth], self.recompute, self.local_dp
         )
         yield from self._placement_problems()
         yield from self._balance_problems()
@@ -216,14 +222,14 @@ class Plan:
                 yield f"edge {a} to {b} must lead from a stage to a later one of {self.depth}"
 
     def _sharing_problems(self) -> Iterable[str]:
-        pairs = zip(self.keeps, self.sizes, strict=False)
+        pairs = zip(self.recompute_by_stage, self.sizes, strict=False)
         if self.partition_activations and not any(
-            size > 1 and keep != "all" for keep, size in pairs
+            size > 1 and recompute != "never" for recompute, size in pairs
         ):
             yield (
                 "partition_activations shards the inputs that a spatial group saves to recompute "
                 "from, and no stage is both on several ranks and recomputed; give one tiles or "
-                "slices and keep='inputs' or names, or remove partition_activations"
+                "slices and recompute='always' or names, or remove partition_activations"
             )
 
     def _zero_problems(self) -> Iterable[str]:
@@ -284,8 +290,10 @@ class Plan:
             yield (
                 f"grad_sync={self.grad_sync!r} is at the end of a step, and 2bw has none; remove it"
             )
-        if "except-last" in (self.keep if isinstance(self.keep, tuple) else (self.keep,)):
-            yield "keep='except-last' wants a last micro-batch, and 2bw has none; use 'inputs'"
+        if "except_last" in self.recompute_by_stage:
+            yield (
+                "recompute='except_last' needs a last micro-batch, and 2bw has none; use 'always'"
+            )
 
     def _placement_problems(self) -> Iterable[str]:
         if isinstance(self.placement, str):
@@ -376,12 +384,12 @@ class Plan:
         """Whether backward runs as input gradient (I) and weight gradient (W)."""
         return self.schedule in SPLIT
 
-    # --- what stages keep --------------------------------------------------------------------
+    # --- activations and state ---------------------------------------------------------------
 
     @cached_property
-    def keeps(self) -> tuple[Kept, ...]:
-        """For each stage a word, or the names of the blocks that keep what they save."""
-        return by_stage(self.keep, self.depth)
+    def recompute_by_stage(self) -> tuple[StageRecompute, ...]:
+        """For each stage a policy, or the names of the modules whose blocks are recomputed."""
+        return by_stage(self.recompute, self.depth)
 
     @cached_property
     def streams(self) -> tuple[tuple[int, ...], ...]:
@@ -394,9 +402,9 @@ class Plan:
         streams runs again, too, but block by block inside backward."""
         if self.streams[stage]:
             return False
-        keep = self.keeps[stage]
+        policy = self.recompute_by_stage[stage]
         last = micro_batch % self.micro_batches == self.micro_batches - 1
-        return keep == "inputs" or (keep == "except-last" and not last)
+        return policy == "always" or (policy == "except_last" and not last)
 
     def offloaded_to(self, what: str) -> str:
         """Where something is while it is not needed: `host`, `disk`, or "" if it stays."""

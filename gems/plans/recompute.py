@@ -1,71 +1,77 @@
-"""What stages keep for backward, in words: all of it, their inputs, or the blocks that are named.
+"""Activation checkpointing: which activations a stage drops and recomputes for backward.
 
-    all            every tensor that backward reads
-    inputs         only what the stage received; its forward runs again before backward (R)
-    except-last    the same, but the last micro-batch of a step keeps all: its backward is next
-    auto           as many blocks as the memory has room for; `planner` writes out their names
-    ("a", "b")     the blocks of these names, or inside the modules of these names, keep what they
-                   save; the runs of blocks between them run again inside backward, one by one
+    never          saves every tensor that backward reads
+    always         saves only what the stage receives; its forward runs again before backward (R)
+    except_last    the same, but the last micro-batch of a step saves all: its backward is next
+    auto           as few blocks as the memory budget allows; the planner writes out their names
+    ("a", "b")     the blocks of these modules are recomputed inside backward. Adjacent ones form a
+                   run, which saves only what it reads; runs are recomputed one at a time
 
-GPipe's own words are understood: `always` is inputs, `never` is all.
+A name covers a module and all inside it; "" is the model, so all blocks. A module that is called
+several times has blocks `relu`, `relu:2`, ...; `relu` covers all of its calls, `relu:1` the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Kept = str | tuple[str, ...]  # of one stage
-Keep = str | tuple[Kept, ...]  # one for all stages, or one for each
+StageRecompute = str | tuple[str, ...]  # of one stage
+Recompute = str | tuple[StageRecompute, ...]  # one for all stages, or one per stage
 
-WORDS = ("all", "inputs", "except-last", "auto")
-GPIPE = {"always": "inputs", "never": "all"}
+POLICIES = ("never", "always", "except_last", "auto")
+WHOLE_STAGE = ("always", "except_last")  # whose forward runs again as an action of its own
 
 
-def keep_of(given: str | Sequence[str | Sequence[str]]) -> Keep:
-    """As a plan has it: tuples inside, and one word for one thing."""
+def normalize(given: str | Sequence[str | Sequence[str]]) -> Recompute:
+    """As a plan stores it: tuples inside, and `never` for an empty list of names."""
     if isinstance(given, str):
-        return GPIPE.get(given, given)
-    return tuple(GPIPE.get(k, k) if isinstance(k, str) else tuple(k) for k in given)
+        return given
+    entries = (entry if isinstance(entry, str) else tuple(entry) or "never" for entry in given)
+    return tuple(entries) or "never"
 
 
-def for_each(keep: Keep) -> bool:
-    """Whether it says something for each stage, and not names for all of them."""
-    return not isinstance(keep, str) and any(k in WORDS or isinstance(k, tuple) for k in keep)
+def is_per_stage(recompute: Recompute) -> bool:
+    """Whether it has one entry per stage, rather than names for all stages."""
+    return not isinstance(recompute, str) and any(
+        entry in POLICIES or isinstance(entry, tuple) for entry in recompute
+    )
 
 
-def by_stage(keep: Keep, stages: int) -> tuple[Kept, ...]:
-    if isinstance(keep, str):
-        return (keep,) * stages
-    return keep if for_each(keep) else (keep,) * stages  # type: ignore[return-value]
+def by_stage(recompute: Recompute, stages: int) -> tuple[StageRecompute, ...]:
+    if isinstance(recompute, tuple) and is_per_stage(recompute):
+        return recompute
+    return (recompute,) * stages  # type: ignore[return-value]
 
 
-def keep_problems(keep: Keep, stages: int) -> Iterable[str]:
-    known = ", ".join((*WORDS, *GPIPE))
-    if isinstance(keep, str):
-        if keep not in WORDS:
-            yield f"keep {keep!r} is unknown; choose one of {known}, or a list of module names"
-        return
-    if not for_each(keep):
-        return
-    if len(keep) != stages:
-        yield f"keep has {len(keep)} entries for {stages} stages; give one each, or one for all"
-    for stage, kept in enumerate(keep):
-        if isinstance(kept, str) and kept not in WORDS:
+def recompute_problems(recompute: Recompute, stages: int) -> Iterable[str]:
+    known = ", ".join(POLICIES)
+    if isinstance(recompute, str):
+        if recompute not in POLICIES:
             yield (
-                f"keep of stage {stage} is {kept!r}; choose one of {known}, or put module names in "
-                "a list of their own"
+                f"recompute {recompute!r} is unknown; choose one of {known}, or a list of module "
+                "names"
+            )
+        return
+    if not is_per_stage(recompute):
+        return
+    if len(recompute) != stages:
+        yield (
+            f"recompute has {len(recompute)} entries for {stages} stages; give one each, or one "
+            "for all"
+        )
+    for stage, entry in enumerate(recompute):
+        if isinstance(entry, str) and entry not in POLICIES:
+            yield (
+                f"recompute of stage {stage} is {entry!r}; choose one of {known}, or put module "
+                "names in a list of their own"
             )
 
 
-def spelled(text: str) -> Keep:
-    """As the command line writes it: `inputs`, `layer1,layer2`, and with a slash for each stage:
-    `inputs/layer2,layer3/all`."""
-    stages = [tuple(filter(None, part.split(","))) for part in text.split("/")]
-    words = [part[0] if len(part) == 1 and _word(part[0]) else part for part in stages]
-    if len(words) == 1 and isinstance(words[0], tuple) and all(map(_word, words[0])):
-        return keep_of(words[0])  # a word for each stage
-    return keep_of(words if len(words) > 1 else words[0])
-
-
-def _word(text: str) -> bool:
-    return text in WORDS or text in GPIPE
+def parse_recompute(text: str) -> Recompute:
+    """As the command line writes it: `always`, `layer1,layer2`, and with a slash between stages:
+    `always/layer2,layer3/never`. No name at all is the whole model, "": `/never`."""
+    stages = [tuple(filter(None, part.split(","))) or ("",) for part in text.split("/")]
+    entries = [e[0] if len(e) == 1 and e[0] in POLICIES else e for e in stages]
+    if len(entries) > 1 or isinstance(entries[0], str):
+        return normalize(entries if len(entries) > 1 else entries[0])
+    return normalize(entries[0])  # names for all stages, or a policy for each

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gems.geometry.grid import Grid
-from gems.plans.recompute import Keep, for_each
+from gems.plans.recompute import Recompute, is_per_stage
 
-STREAMED = ("all", "inputs")  # what may be said about a streamed stage: it keeps its inputs
+STREAMED = ("never", "always", "auto")  # what a plan may ask of a stage that streams
 
 
 def stream_problems(
-    streams: Sequence[tuple[int, ...]], grids: Sequence[Grid], keep: Keep, slices: int
+    streams: Sequence[tuple[int, ...]], grids: Sequence[Grid], recompute: Recompute, slices: int
 ) -> Iterable[str]:
     """Of the blocks that the first stages are to run one after the other."""
     if len(streams) > len(grids):
@@ -41,16 +41,12 @@ def stream_problems(
                 f"stage {stage} streams {shown} blocks on one rank, but is cut over {grid.size} "
                 f"({grid}); leave one of the two out, or give more blocks instead of more ranks"
             )
-    yield from _keep_problems(len(streams), keep)
-
-
-def _keep_problems(streamed: int, keep: Keep) -> Iterable[str]:
-    """A streamed stage keeps its inputs, whatever is said; so nothing else may be said."""
-    each = for_each(keep)
-    for stage in range(streamed):
-        kept = (keep[stage] if stage < len(keep) else "all") if each else keep
-        if kept != "auto" and kept not in STREAMED:
+    for stage in range(len(streams)):
+        policy: object = recompute
+        if is_per_stage(recompute):
+            policy = recompute[stage] if stage < len(recompute) else "never"
+        if policy not in STREAMED:
             yield (
-                f"stage {stage} streams, so it keeps its inputs and nothing else, but keep says "
-                f"{kept!r}; say 'inputs' for it, and what you like for each of the others"
+                f"stage {stage} streams, so it saves its inputs and recomputes the rest, but its "
+                f"recompute is {policy!r}; give it 'always', and one entry to each other stage"
             )

@@ -1,10 +1,10 @@
-"""What a stage computes again inside backward if only some of its blocks keep what they save.
+"""Bytes and seconds of a stage that recomputes some of its blocks inside backward.
 
-    blocks     a   b   c   d   e   f        kept: a, d
-    runs           b   c       e   f        each keeps what it reads from outside, and runs again
+    blocks     a   b   c   d   e   f        recomputed: b, c, e, f
+    runs           b   c       e   f        each saves what it reads from outside
 
-Backward comes to run (e f) first: it is computed again from its inputs, and what it saves is live
-until it is done. Then d, then (b c). So beside all that is kept, no more than one run is live.
+Backward comes to run (e f) first: it is recomputed from its inputs, and its activations exist until
+its backward is done. Then d, then (b c). So the activations of one run at most are temporary.
 """
 
 from __future__ import annotations
@@ -13,33 +13,42 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gems.model.costs import Cost, Costs
-from gems.model.graph import Graph, covering
-from gems.plans.recompute import Kept
+from gems.model.graph import Graph, around, covering
+from gems.plans.recompute import StageRecompute
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one micro-batch on one stage: what it keeps, and the most that backward has more."""
+    """Bytes of one micro-batch on one stage: what it saves, and the most that backward adds."""
 
     activations: int
     temporary: int
 
 
-def kept_of(keep: Kept, graph: Graph, blocks: Iterable[int]) -> set[int] | None:
-    """The blocks of a stage that keep what they save; None if names have no say in it."""
-    if isinstance(keep, str):
+def recomputed_blocks(
+    recompute: StageRecompute, graph: Graph, blocks: Iterable[int]
+) -> set[int] | None:
+    """The blocks of a stage that are recomputed inside backward; None if a policy decides it."""
+    if isinstance(recompute, str):
         return None
-    listed = dict.fromkeys(keep, 0)
+    listed = dict.fromkeys(recompute, 0)
     return {i for i in blocks if covering(graph.blocks[i].name, listed) is not None}
 
 
-def runs(blocks: Sequence[int], kept: Collection[int]) -> list[list[int]]:
-    """The runs of blocks between those that are kept."""
+def names_of(graph: Graph, recomputed: Collection[int], blocks: Iterable[int]) -> tuple[str, ...]:
+    """Names that cover these of the blocks of a stage, and no others."""
+    others = {name for i in blocks if i not in recomputed for name in around(graph.blocks[i].name)}
+    names = (graph.blocks[i].name for i in blocks if i in recomputed)
+    return tuple(f"{name}:1" if name in others else name for name in names)
+
+
+def runs(blocks: Sequence[int], recomputed: Collection[int]) -> list[list[int]]:
+    """The runs of adjacent recomputed blocks."""
     found: list[list[int]] = []
     for before, block in zip((None, *blocks), blocks, strict=False):
-        if block in kept:
+        if block not in recomputed:
             continue
-        if before is None or before in kept:
+        if before not in recomputed:
             found.append([])
         found[-1].append(block)
     return found
@@ -53,15 +62,15 @@ def entering(graph: Graph, run: Iterable[int]) -> list[str]:
     return list(dict.fromkeys(read))
 
 
-def footprint(graph: Graph, blocks: Sequence[int], kept: Collection[int]) -> Footprint:
-    """Bytes that are kept, each storage once, and what the largest run adds in its turn."""
-    found: set[int | str] = set()  # what is kept of the blocks so far
+def footprint(graph: Graph, blocks: Sequence[int], recomputed: Collection[int]) -> Footprint:
+    """Bytes that are saved, each storage once, and what recomputing the largest run adds."""
+    found: set[int | str] = set()  # what is saved of the blocks so far
     activations = most = 0
     run: list[int] = []
 
     def end_run() -> None:
-        """A run is over: it keeps what it reads, and what it saves is there in its turn. What later
-        blocks keep is gone by then."""
+        """A run saves what it reads; its activations exist while it is recomputed, when those of
+        later blocks are freed."""
         nonlocal activations, most
         values = (graph.value[name] for name in entering(graph, run))
         activations += _more(
@@ -72,7 +81,7 @@ def footprint(graph: Graph, blocks: Sequence[int], kept: Collection[int]) -> Foo
         run.clear()
 
     for block in blocks:
-        if block not in kept:
+        if block in recomputed:
             run.append(block)
             continue
         if run:
@@ -97,9 +106,9 @@ def _more(
     return size
 
 
-def again(costs: Costs, blocks: Sequence[int], kept: Collection[int]) -> float:
-    """Seconds of all that is computed again: the runs that backward comes to."""
-    back = (run for run in runs(blocks, kept) if any(costs[i].b for i in run))
+def recompute_seconds(costs: Costs, blocks: Sequence[int], recomputed: Collection[int]) -> float:
+    """Seconds of the runs that backward recomputes: those that backward comes to."""
+    back = (run for run in runs(blocks, recomputed) if any(costs[i].b for i in run))
     return sum(costs[i].f for run in back for i in run)
 
 
@@ -109,16 +118,16 @@ def recomputing(
     graph: Graph,
     costs: Costs,
     blocks: Sequence[int],
-    kept: Collection[int],
+    recomputed: Collection[int],
 ) -> Cost:
-    """A stage's cost if only some blocks keep what they save. A rank that has a part of the `whole`
-    stage keeps, and computes again, the same part of it."""
-    found = footprint(graph, blocks, kept)
+    """A stage's cost if some blocks are recomputed. A rank that has a part of the `whole` stage
+    saves, and recomputes, the same part of it."""
+    found = footprint(graph, blocks, recomputed)
     bytes_part = cost.activations / whole.activations if whole.activations else 1.0
     time_part = cost.f / whole.f if whole.f else 1.0
     return replace(
         cost,
-        i=cost.i + again(costs, blocks, kept) * time_part,
+        i=cost.i + recompute_seconds(costs, blocks, recomputed) * time_part,
         activations=found.activations * bytes_part,
         temporary=found.temporary * bytes_part,
     )

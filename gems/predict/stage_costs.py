@@ -11,7 +11,7 @@ from gems.hardware import Link, Machine
 from gems.model.costs import Cost, Costs, Edge, of_stages, together
 from gems.model.graph import Block, Graph, crossings, members
 from gems.plans.plan import Plan
-from gems.predict.recompute_cost import kept_of, recomputing
+from gems.predict.recompute_cost import recomputed_blocks, recomputing
 from gems.predict.streaming_cost import streamed
 
 
@@ -36,8 +36,9 @@ def price(
             link = machine.slowest(plan.spatial_group_of(stage, 0))
             cut = [(graph.blocks[i], blocks[i]) for i in mine]
             cost = _cut(uncut, cut, graph, grid, link, machine.device.call)
-        if (kept := kept_of(plan.keeps[stage], graph, mine)) is not None:
-            cost = recomputing(cost, uncut, graph, blocks, mine, kept)
+        recomputed = recomputed_blocks(plan.recompute_by_stage[stage], graph, mine)
+        if recomputed is not None:
+            cost = recomputing(cost, uncut, graph, blocks, mine, recomputed)
         if plan.streams[stage]:
             call = machine.device.call
             cost = streamed(uncut, graph, blocks, mine, plan.streams[stage], call)

@@ -46,10 +46,10 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
     the published ones are what they are. For a plan whose stages are cut over ranks, costs are
     those of each rank (`Costs.shared`), and the order is that of whole stages, projected.
     """
-    if "auto" in plan.keeps:
+    if "auto" in plan.recompute_by_stage:
         raise PlanError(
-            "keep='auto' has to be written out first, which takes a model and a memory cap: "
-            "gems plan --keep auto --memory SIZE --out FILE"
+            "recompute='auto' has to be written out first, which takes a model and a memory "
+            "budget: gems plan --recompute auto --memory SIZE --out FILE"
         )
     costs = costs or unit(plan.depth)
     one = plan.one_copy()

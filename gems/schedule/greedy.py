@@ -189,7 +189,9 @@ def least(plan: Plan, costs: Costs) -> float:
             for rank in team:
                 times = share + (direction < more)
                 loads[rank] += times * (costs[s].seconds + beyond[s])
-                loads[rank] += max(times - (plan.keeps[s] == "except-last"), 0) * again[s]
+                loads[rank] += (
+                    max(times - (plan.recompute_by_stage[s] == "except_last"), 0) * again[s]
+                )
                 begins[rank] = min(begins[rank], fill[s])
                 # A weight gradient that was put off may well be the last that a rank does.
                 ends[rank] = min(ends[rank], 0.0 if plan.split else drain[s])

@@ -120,7 +120,7 @@ class Trainer:
     optimizer    parameters -> torch optimizer; each rank has the one of its own stages
     sample       inputs of one micro-batch, for their shapes: a tensor, a tuple or a dict
     plan         a gems.Plan, a file of one, or "auto"
-    memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans, schedules and `keep`
+    memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans, schedules and `recompute`
     costs        what blocks cost: "estimate"; "measure", which runs each distinct one; gems.Costs;
                  or "auto", which measures on GPUs and for plan="auto"
     machine      what estimates and "auto" plans are for: a preset, a file of one, or a Machine

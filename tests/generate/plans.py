@@ -59,8 +59,8 @@ def _extras(r: Random, layers: int, options: Options, tiles: bool) -> list[Optio
     stages = options["stages"]
     names = [f"layers.{i}" for i in range(layers)]
     some = tuple(r.sample(names, min(len(names), 2)))
-    keeps: list[Any] = ["inputs", "except-last", (), some]
-    each = tuple(r.choice(["all", *keeps]) for _ in range(stages))
+    entries: list[Any] = ["always", "except_last", ("",), some]
+    each = tuple(r.choice(["never", *entries]) for _ in range(stages))
     what = r.sample(WHAT, r.randint(1, len(WHAT)))
     where = r.choice(WHERE)
     place = tuple(r.randrange(stages) for _ in range(stages))
@@ -73,8 +73,8 @@ def _extras(r: Random, layers: int, options: Options, tiles: bool) -> list[Optio
         (0.4 if tiles else 0.02, {"local_dp": r.choice((2, 2, 3))}),
         (0.3, {"halo": "d2", "fused_layers": r.choice((0, 0, 2, 3))}),
         (0.3, {"grad_sync": "end"}),
-        (0.2, {"keep": r.choice(keeps)}),
-        (0.15, {"keep": each}),
+        (0.2, {"recompute": r.choice(entries)}),
+        (0.15, {"recompute": each}),
         (0.35, {"zero": r.randint(1, 3)}),
         (0.3, {"offload": tuple(f"{w}:{where}" for w in what)}),
         (0.25, {"optimizer_step": "eager"}),

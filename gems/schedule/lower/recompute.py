@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gems.plans.plan import Plan
+from gems.plans.recompute import WHOLE_STAGE
 from gems.schedule.action import Action, Kind, Schedule
 
 
@@ -14,7 +15,7 @@ def recompute(schedule: Schedule, plan: Plan) -> Schedule:
     Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
     not before, the micro-batch takes up the memory of its stash.
     """
-    if not any(keep in ("inputs", "except-last") for keep in plan.keeps):
+    if not any(entry in WHOLE_STAGE for entry in plan.recompute_by_stage):
         return schedule
     rows = []
     for row in schedule.ranks:

@@ -40,6 +40,7 @@ class Run:
     buffers: Sequence[Buffer]  # that it changes
     team: SpatialGroup | None = None  # if the stage is cut, and shares out what all its ranks keep
     shared: tuple[bool, ...] = ()  # the inputs that all of them have as a whole
+    device: str = "cpu"  # of which autocast is the same in both runs
 
     def kept(self, inputs: Sequence[Tensor]) -> tuple[list[Form | None], list[Tensor]]:
         """What of the inputs is kept; of those that are shared out, a part of this form."""
@@ -65,14 +66,15 @@ class Again:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
-        anchor = torch.empty(0, requires_grad=True)  # weights may want a gradient if no input does
+        # Weights may want a gradient if no input does.
+        anchor = torch.empty(0, requires_grad=not any(x.requires_grad for x in inputs))
         return _Again.apply(anchor, run, self, *inputs)  # type: ignore[no-any-return]
 
 
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: Run, again: Again, *inputs: Tensor) -> Any:
-        ctx.run, ctx.again = run, again
+        ctx.run, ctx.again, ctx.autocast = run, again, _autocast(run.device)
         ctx.set_materialize_grads(False)
         ctx.forms, kept = run.kept(inputs)
         ctx.save_for_backward(*kept)
@@ -90,7 +92,8 @@ class _Again(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         arrived: list[Tensor | None] = [None] * len(wanted)
         saved = run.whole(ctx.saved_tensors, ctx.forms)
-        with ctx.again.around(), as_it_was(run.buffers, ctx.before), torch.enable_grad():
+        around, buffers = ctx.again.around(), as_it_was(run.buffers, ctx.before)
+        with around, torch.autocast(run.device, **ctx.autocast), buffers, torch.enable_grad():
             given = (
                 receive(x, lambda g, at=at: arrived.__setitem__(at, g)) if wanted[at] else x
                 for at, x in enumerate(_own(run, saved))
@@ -105,6 +108,15 @@ class _Again(torch.autograd.Function):
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         return None, None, None, *arrived
+
+
+def _autocast(device: str) -> dict[str, Any]:
+    """The arguments of `torch.autocast` that restore its present state."""
+    return {
+        "dtype": torch.get_autocast_dtype(device),
+        "enabled": torch.is_autocast_enabled(device),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
 
 
 def _own(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:

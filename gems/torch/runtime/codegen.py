@@ -181,6 +181,7 @@ class _Writer:
             touched(run, self.model),
             None if self.cut is None else self.cut.team,
             tuple(self.cut is not None and self.cut.box(n) is None for n in inputs),
+            self.device,
         )
         self._invoke(f"_again({self._listed(f'_{name}', inputs)})", wanted, indent)
 

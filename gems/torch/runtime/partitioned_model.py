@@ -19,7 +19,8 @@ from gems.hardware import Machine
 from gems.model.graph import ITEMSIZE, Value, crossings
 from gems.planner.assign import stages_by_name
 from gems.plans.plan import Plan
-from gems.predict.recompute_cost import Footprint, entering, footprint, kept_of, runs
+from gems.plans.recompute import WHOLE_STAGE
+from gems.predict.recompute_cost import Footprint, entering, footprint, recomputed_blocks, runs
 from gems.schedule.action import Message
 from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.reshard import Transfer, whole
@@ -95,37 +96,33 @@ class PartitionedModel:
             found += self.trace.graph.outputs
         return list(dict.fromkeys(found))
 
-    def kept(self, stage: int) -> set[int] | None:
-        """The blocks of a stage that keep what they save, if that is said by name."""
-        return kept_of(self.plan.keeps[stage], self.trace.graph, self.blocks[stage])
+    def recomputed_blocks(self, stage: int) -> set[int] | None:
+        """The blocks of a stage that are recomputed inside backward, if the plan names them."""
+        names = self.plan.recompute_by_stage[stage]
+        return recomputed_blocks(names, self.trace.graph, self.blocks[stage])
 
     def recomputed_runs(self, stage: int) -> dict[str, int]:
         """The calls that run again inside backward, each with the number of its run."""
-        if (kept := self.kept(stage)) is None:
-            return {}
-        groups = enumerate(runs(self.blocks[stage], kept))
+        groups = enumerate(runs(self.blocks[stage], self.recomputed_blocks(stage) or ()))
         return {c.name: n for n, run in groups for block in run for c in self.trace.calls(block)}
 
     def shared(self) -> list[tuple[int, str]]:
         """What all ranks of a team keep as a whole to compute from it again: stages and values."""
         found = []
         for stage, laid in self.laid.items():
-            if self.plan.keeps[stage] in ("inputs", "except-last"):
+            if self.plan.recompute_by_stage[stage] in WHOLE_STAGE:
                 names = [n for n in self._read(stage) if n not in self.trace.graph.inputs]
-            elif (kept := self.kept(stage)) is not None:
-                groups = runs(self.blocks[stage], kept)
-                names = [n for run in groups for n in entering(self.trace.graph, run)]
             else:
-                continue
+                groups = runs(self.blocks[stage], self.recomputed_blocks(stage) or ())
+                names = [n for run in groups for n in entering(self.trace.graph, run)]
             found += [(stage, name) for name in names if name not in laid.layouts]
         return found
 
     def footprint(self, stage: int) -> Footprint:
         """Bytes that a micro-batch keeps on a stage that is not cut, and what backward adds."""
         if stage not in self.footprints:
-            blocks, kept = self.blocks[stage], self.kept(stage)
-            whole = blocks if kept is None else kept
-            self.footprints[stage] = footprint(self.trace.graph, blocks, whole)
+            blocks, recomputed = self.blocks[stage], self.recomputed_blocks(stage) or ()
+            self.footprints[stage] = footprint(self.trace.graph, blocks, recomputed)
         return self.footprints[stage]
 
     def values(self, message: Message) -> list[Value]:

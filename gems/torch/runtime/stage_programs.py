@@ -150,7 +150,7 @@ class StagePrograms:
             self.draws,
             self.ledger.deferral if stage in self.deferred else None,
             bound.runs if bound else None,
-            (self.again, run_of) if run_of else None,
+            (self.again, run_of),
             bound if bound is not None and self.plan.partition_activations else None,
         )
         if twice := [n for c in calls if c.region is not None for n in c.norms]:
