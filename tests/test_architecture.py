@@ -43,7 +43,7 @@ PURE = {
 }
 LIGHT = PURE | {INIT, "__main__", "cli"}
 # What one rank of `gems train` or `gems eval` runs: the command line loads it when a rank starts.
-RANK = {("gems", "cli", "job"), ("gems", "cli", "judge")}
+RANK = {("gems", "cli", "job"), ("gems", "cli", "evaluate")}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager"}

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gems.cli.main import main
-from gems.cli.options import add_plan, plan_from
+from gems.cli.options import add_options
+from gems.cli.plan_options import PLAN, plan_from
 from gems.files import from_json
 from gems.model.graph import Graph
 from gems.plans.plan import Plan
@@ -61,11 +62,11 @@ def test_draw_writes_a_page_and_a_trace_of_one_step_over_another(
     assert len(json.loads(trace.read_text())["traceEvents"]) > 100
 
 
-def test_draw_cuts_a_model_and_shows_it_over_the_step_in_a_page(
+def test_draw_partitions_a_model_and_shows_it_over_the_step_in_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture, page = tmp_path / "cut.svg", tmp_path / "cut.html"
-    given = ["draw", "--cut", *SMALL, "--stages", "2", "--machine", "v100"]
+    picture, page = tmp_path / "unet.svg", tmp_path / "unet.html"
+    given = ["draw", "--partition", *SMALL, "--stages", "2", "--machine", "v100"]
     assert main([*given, "--svg", str(picture), "--html", str(page)]) == 0
     assert "to stage 1" in capsys.readouterr().out
     assert ET.parse(picture).getroot().tag.endswith("svg")
@@ -161,8 +162,11 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
         (["draw", "missing.json"], "missing.json"),
         (["draw", "t.json", "--actions"], "t.json is a timeline, which has no schedule to print"),
         (["draw", "t.json", "--machine", "v100"], "t.json has its times, or takes unit costs"),
-        (["draw", "--cut", "--actions"], "prints the schedule of a step; leave out --cut"),
-        (["draw", "--cut", "--over", "t.json"], "a cut has no step in it"),
+        (
+            ["draw", "--partition", "--actions"],
+            "prints the schedule of a step; leave out --partition",
+        ),
+        (["draw", "--partition", "--over", "t.json"], "--partition draws no step"),
         (
             ["draw", "docs/step.json", "--stages", "3"],
             "docs/step.json is of 4 ranks, the plan of 3",
@@ -192,11 +196,11 @@ def test_what_is_wrong_is_said_on_one_line_with_exit_code_1(
         ([], {"spatial": (), "local_dp": 1, "halo": "d1", "ranks": 3}),
     ],
 )
-def test_how_stages_are_cut_can_be_said_on_the_command_line(
+def test_how_stages_are_balanced_can_be_chosen_on_the_command_line(
     options: list[str], fields: dict[str, object]
 ) -> None:
     parser = argparse.ArgumentParser()
-    add_plan(parser)
+    add_options(parser, PLAN)
     plan = plan_from(parser.parse_args(["--stages", "3", *options]))
     assert {name: getattr(plan, name) for name in fields} == fields
 

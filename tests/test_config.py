@@ -92,7 +92,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("num-epoch: 2\nlearnig_rate: 1", ["(do you mean num-epochs?)", "mean learning-rate?)"]),
         ("augment: 3", ["augment: 3 is neither true nor false"]),
         ("verbose: loud", ["verbose: 'loud' is neither true nor false"]),
-        ("out: true", ["out: it is no switch, so True says nothing"]),
+        ("out: true", ["out: it is no switch, so True means nothing"]),
         ("seed: {a: 1}", ["seed: {'a': 1} has names inside"]),
         ("- 3", ["holds list; write lines like num-epochs: 5"]),
         ("a: [", ["cannot be read: "]),

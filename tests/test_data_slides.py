@@ -24,7 +24,7 @@ from gems.data.slides import Slides
 from gems.data.source import split, whole
 from gems.data.thumbnail import thumbnail
 from gems.data.tiles import View, view
-from gems.data.tissue import otsu, saturation, shares
+from gems.data.tissue import shares
 from gems.data.tissue import tissue as tissue_of
 from gems.errors import GemsError
 from tests.slides import GLASS, odd, on_glass, tissue, vast, write
@@ -156,10 +156,11 @@ def test_a_slide_of_glass_alone_has_no_tissue(tmp_path: Path) -> None:
         Slides(tmp_path / "glass.tif", 64)
 
 
-def test_otsu_parts_two_heaps_in_the_middle() -> None:
-    assert otsu(np.array([1.0] * 30 + [2.0] * 5 + [9.0] * 20)) == pytest.approx(5.5, abs=0.05)
-    grey_and_red = np.array([[[90, 90, 90], [200, 100, 100], [0, 0, 0]]], np.uint8)
-    assert saturation(grey_and_red).ravel().tolist() == [0, 0.5, 0]
+def test_tissue_is_what_has_colour() -> None:
+    picture = np.full((20, 40, 3), 90, np.uint8)
+    picture[:, 20:] = 200, 100, 100
+    found = tissue_of(picture)
+    assert not found[:, :18].any() and found[:, 22:].all()
 
 
 def test_the_share_of_tissue_counts_what_lies_beyond_the_slide_as_none() -> None:

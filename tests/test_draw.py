@@ -13,11 +13,11 @@ import pytest
 from gems.draw.arrows import arrows
 from gems.draw.chrome import chrome
 from gems.draw.compare import aligned, difference
-from gems.draw.cut.core import CELLS, Cut, cut
-from gems.draw.cut.svg import svg as cut_svg
-from gems.draw.cut.text import text as cut_text
 from gems.draw.levels import levels
 from gems.draw.mark import marks
+from gems.draw.partition.cells import CELLS, Partition, partitioned
+from gems.draw.partition.svg import svg as partition_svg
+from gems.draw.partition.text import text as partition_text
 from gems.draw.scatter import Point, front, scatter
 from gems.draw.svg import svg
 from gems.draw.table import report, table
@@ -375,13 +375,13 @@ UNET = model(
 )
 
 
-def unet_cut(costs: Costs | None = None) -> Cut:
-    return cut(UNET, [0, 0, 1, 2, 3], costs)
+def unet_partition(costs: Costs | None = None) -> Partition:
+    return partitioned(UNET, [0, 0, 1, 2, 3], costs)
 
 
-def test_a_cut_in_characters_has_rails_for_what_skips_stages() -> None:
+def test_a_partition_in_characters_has_rails_for_what_skips_stages() -> None:
     costs = Costs((Cost(f=1e-3, i=1e-3, w=1e-3),) * 5)
-    assert cut_text(unet_cut(costs), Plan(stages=4, placement="fold")) == (
+    assert partition_text(unet_partition(costs), Plan(stages=4, placement="fold")) == (
         "●─┬─╮  stage 0  rank 0  enc.0 .. enc.1  2 blocks  6 ms  keeps 4.0 KiB  weights 2.0 KiB\n"
         "│ │ │           1.0 KiB to stage 1, 1.0 KiB to stage 2, 1.0 KiB to stage 3 (same rank)\n"
         "● │ │  stage 1  rank 1  mid             1 block   3 ms  keeps 2.0 KiB  weights 1.0 KiB\n"
@@ -390,11 +390,13 @@ def test_a_cut_in_characters_has_rails_for_what_skips_stages() -> None:
         "│   │           1.0 KiB to stage 3\n"
         "●───╯  stage 3  rank 0  dec.0           1 block   3 ms  keeps 2.0 KiB  weights 1.0 KiB\n"
     )
-    assert "ms" not in cut_text(unet_cut()), "no seconds without costs"
+    assert "ms" not in partition_text(unet_partition()), "no seconds without costs"
 
 
-def test_a_cut_as_a_picture_has_a_cell_per_block_and_an_arc_per_crossing() -> None:
-    root = ElementTree.fromstring(cut_svg(unet_cut(), "u < net", Plan(stages=4, placement="fold")))
+def test_a_partition_as_a_picture_has_a_cell_per_block_and_an_arc_per_crossing() -> None:
+    root = ElementTree.fromstring(
+        partition_svg(unet_partition(), "u < net", Plan(stages=4, placement="fold"))
+    )
     said = [e.text for e in root.iter(f"{SVG}text")]
     assert {"u < net", "stage 3", "rank 0", "keeps 4.0 KiB", "enc.0", "mid"} <= {*said}
     arcs = [e for e in root.iter(f"{SVG}path") if e.get("class") == "arc"]
@@ -414,7 +416,7 @@ def test_a_cut_as_a_picture_has_a_cell_per_block_and_an_arc_per_crossing() -> No
 
 
 def test_words_of_arcs_do_not_lie_on_each_other() -> None:
-    root = ElementTree.fromstring(cut_svg(unet_cut()))
+    root = ElementTree.fromstring(partition_svg(unet_partition()))
     spots = [
         (float(e.get("x") or 0), float(e.get("y") or 0))
         for e in root.iter(f"{SVG}text")
@@ -429,16 +431,16 @@ def test_many_blocks_are_folded_into_the_modules_that_hold_them() -> None:
     names = [f"layer{n // 8}.{n % 8}" for n in range(count)]
     graph = model(*((name, f"v{n - 1}" if n else "x", f"v{n}") for n, name in enumerate(names)))
     stage_of = [n // (count // 2) for n in range(count)]
-    folded = cut(graph, stage_of)
+    folded = partitioned(graph, stage_of)
     assert [cell.name for cell in folded.cells] == [f"layer{n}" for n in range(count // 8)]
     assert [i for cell in folded.cells for i in cell.blocks] == list(range(count))
     assert len(folded.crossings) == 1
-    uneven = cut(graph, [0] * 4 + [1] * (count - 4))
+    uneven = partitioned(graph, [0] * 4 + [1] * (count - 4))
     assert [cell.name for cell in uneven.cells[:3]] == ["layer0", "layer0", "layer1"]
 
 
 def test_ranks_that_share_a_stage_each_pay_their_part() -> None:
-    shared = cut(UNET, [0, 0, 1, 1, 1], Costs((Cost(f=1e-3),) * 5), (4, 1))
+    shared = partitioned(UNET, [0, 0, 1, 1, 1], Costs((Cost(f=1e-3),) * 5), (4, 1))
     assert shared.kept(0) == "keeps 1.0 KiB each" and shared.kept(1) == "keeps 6.0 KiB"
     assert [cell.activations for cell in shared.cells] == [512, 512, 2048, 2048, 2048]
 
@@ -493,7 +495,7 @@ def test_the_front_has_what_nothing_beats_in_both_currencies() -> None:
 
 def test_a_scatter_has_a_disc_per_point_and_a_hollow_one_where_it_was_predicted() -> None:
     points = [
-        Point("keep <all>", "keep", 300, 2.5, said=(290, 2.4)),
+        Point("keep <all>", "keep", 300, 2.5, predicted=(290, 2.4)),
         Point("inputs", "keep", 150, 3.2),
         Point("not run", "keep", float("nan"), 1.0),
     ]

@@ -13,7 +13,7 @@ import tifffile
 import torch
 from PIL import Image
 
-from gems.cli.judge import probabilities
+from gems.cli.evaluate import probabilities
 from gems.cli.main import main
 from gems.data.sample import Sample, sample_slides
 from gems.torch.checkpoint.weight_files import read_weights
@@ -75,7 +75,7 @@ def test_weights_come_from_checkpoints_runs_and_plain_files(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "gems eval wants --checkpoint"),
+        ([], "gems eval needs --checkpoint"),
         (["--checkpoint", "nowhere"], "nowhere is no checkpoint, no run with checkpoints"),
         (["--checkpoint", "pyproject.toml"], "has the ending '.toml'"),
     ],
@@ -133,9 +133,9 @@ def test_what_has_neither_labels_nor_maps_is_refused(
     unknown = slides(tissue, "--num-classes", 2, "--tissue", 0, "--out", tmp_path)
     weights = ["--checkpoint", str(run.folder / "net.pt")]
     assert main(["eval", *unknown, *weights, "--no-heat-map"]) == 1
-    assert "nothing to judge by" in capsys.readouterr().err
+    assert "has no labels to evaluate by" in capsys.readouterr().err
     assert main(["train", *unknown]) == 1
-    assert "nothing to train for" in capsys.readouterr().err
+    assert "nothing to train on" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

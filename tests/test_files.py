@@ -305,7 +305,7 @@ def test_heat_maps_do_not_replace_slides_or_each_other(tmp_path: Path) -> None:
 def test_heat_maps_of_slides_of_one_name_get_folders_of_their_own(tmp_path: Path) -> None:
     from PIL import Image
 
-    from gems.cli.heat import heat_maps
+    from gems.cli.heat_maps import heat_maps
     from tests.runs import parsed
 
     for folder in ("left", "right"):

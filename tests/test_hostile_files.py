@@ -438,7 +438,7 @@ TRAIN = ("train", "--app", "synthetic", "--model", "tests.tiny:net", "--image-si
         (("trace", "--image-size", "10000000", "--batch-size", "1000"), "3e+17 numbers; take a"),
         (("check", "--stages", "1000000", "--parts", "1000"), "1000000000 forwards in one step"),
         (("draw", "--stages", "2", "--width", "1" + "0" * 9), "is too large; give 100000 at most"),
-        ((*TRAIN, "--image-size", "1000000"), "there is not as much memory: take a smaller"),
+        ((*TRAIN, "--image-size", "1000000"), "not enough memory: take a smaller"),
     ],
 )
 def test_an_absurd_number_is_rejected_in_words(

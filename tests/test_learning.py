@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from gems.torch.optimizers import KINDS, OPTIMIZERS, learning_rates, optimizer
+from gems.torch.optimizers import OPTIMIZERS, Factor, cosine, optimizer, step_decay, warmed_up
 
 
 def after_steps(name: str, gradients: tuple[float, ...] = (1.0, 0.5), **options: float) -> float:
@@ -75,69 +74,34 @@ def test_all_that_is_wrong_with_an_optimizer_is_said_at_once() -> None:
 # --- learning rates ---------------------------------------------------------------------------
 
 
-def test_a_constant_stays() -> None:
-    assert [learning_rates("constant")(s) for s in (0, 1, 10**6)] == [1.0, 1.0, 1.0]
-
-
 def test_step_decay_multiplies_after_every_so_many_steps() -> None:
-    factor = learning_rates("step", factor=0.5, every=3)
+    factor = step_decay(0.5, every=3)
     assert [factor(s) for s in range(8)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
+    with pytest.raises(ValueError, match=r"decay is 1\.5; give a factor above 0, up to 1"):
+        step_decay(1.5, every=2)
 
 
-def test_cosine_falls_from_one_to_its_floor_and_stays() -> None:
-    factor = learning_rates("cosine", steps=10, floor=0.2)
-    values = [factor(s) for s in range(11)]
-    assert values[0] == 1.0 and values[5] == pytest.approx(0.6) and values[10] == 0.2
+def test_cosine_falls_from_one_to_zero_and_stays() -> None:
+    values = [cosine(10)(s) for s in range(11)]
+    assert values[0] == 1.0 and values[5] == pytest.approx(0.5) and values[10] == 0
     assert all(a > b for a, b in pairwise(values))
-    assert factor(50) == 0.2
-    for s in range(10):
-        wave = (1 + math.cos(math.pi * s / 10)) / 2
-        assert learning_rates("cosine", steps=10)(s) == pytest.approx(wave)
+    assert cosine(10)(50) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("constant", {}), ("step", {"factor": 0.5, "every": 2}), ("cosine", {"steps": 9})],
-)
-def test_warm_up_climbs_to_where_the_rest_begins_and_delays_it(
-    kind: str, options: dict[str, float]
-) -> None:
-    warm = learning_rates(kind, warm_up=4, **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize("plain", [step_decay(1.0, 1), step_decay(0.5, 2), cosine(5)])
+def test_warm_up_climbs_to_where_the_rest_begins_and_delays_it(plain: Factor) -> None:
+    warm = warmed_up(plain, 4)
     assert [warm(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    if "steps" in options:
-        options = {"steps": options["steps"] - 4}  # the warm-up is part of the run
-    plain = learning_rates(kind, **options)  # type: ignore[arg-type]
     assert [warm(s + 4) for s in range(8)] == [plain(s) for s in range(8)]
 
 
 def test_torch_takes_a_schedule_as_it_is() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     chosen = optimizer("sgd", [weight], 0.4)
-    schedule = LambdaLR(chosen, learning_rates("step", factor=0.5, every=2, warm_up=2))
+    schedule = LambdaLR(chosen, warmed_up(step_decay(0.5, every=2), 2))
     seen = []
     for _ in range(6):
         seen.append(chosen.param_groups[0]["lr"])
         chosen.step()
         schedule.step()
     assert seen == pytest.approx([0.2, 0.4, 0.4, 0.4, 0.2, 0.2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        ("exponential", {}, "learning rates are constant, step, cosine, not 'exponential'"),
-        ("step", {"factor": 0.5}, "'step' needs every"),
-        ("constant", {"factor": 0.5}, "'constant' has no factor"),
-        ("cosine", {"every": 2}, "'cosine' needs steps and has no every"),
-        ("cosine", {"steps": 5, "warm_up": 5}, "run of 5 steps has no more than the 5 of its"),
-        ("step", {"factor": 1.5, "every": 2}, r"step decay by 1\.5 every 2"),
-        ("cosine", {"steps": 5, "floor": 2.0}, r"down to 2\.0"),
-        ("constant", {"warm_up": -1}, "warm-up takes -1 steps"),
-    ],
-)
-def test_a_schedule_that_makes_no_sense_is_refused(
-    kind: str, options: dict[str, float], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        learning_rates(kind, **options)  # type: ignore[arg-type]
-    assert set(KINDS) == {"constant", "step", "cosine"}

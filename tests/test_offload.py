@@ -90,15 +90,13 @@ def changed(old: str, new: str) -> list[str]:
 
 def test_check_finds_stores_and_loads_that_are_missing_doubled_or_for_nothing() -> None:
     assert not check(lowered(GPIPE), GPIPE)
-    assert changed("0L3 ", "") == ["0B3 reads what is stored; it wants 0L3 before it"]
+    assert changed("0L3 ", "") == ["0B3 reads what is stored; it needs 0L3 before it"]
     assert changed("0S3 ", "") == ["0L3, but it is not stored"]
     assert changed("0S3 ", "0S3 0S3 ") == ["0S3, but it is stored already"]
     assert changed("0L3 ", "0L3 0L3 ") == ["0L3, but it is loaded already"]
     assert changed("0B0 0A", "0B0 0S0 0A") == ["0S0, but it is used already"]
     stays = check(lowered(GPIPE), replace(GPIPE, offload=()))
-    assert stays[0] == (
-        "rank 0, step 2: 0S0 has nothing to do: by the plan, what is kept for backward stays"
-    )
+    assert stays[0] == ("rank 0, step 2: 0S0 has nothing to do: the plan offloads no activations")
     early = parse(str(lowered(GPIPE)).replace("0F0 0F0>1 0S0", "0S0 0F0 0F0>1"))
     assert check(early, GPIPE)[0].startswith("rank 0, step 0: 0S0 waits forever for 0F0")
 
@@ -151,9 +149,9 @@ def test_stores_are_drawn_beside_the_work() -> None:
     drawn = svg(found, "", GPIPE)
     assert ">store<" in drawn and ">load<" in drawn and "0S0 on rank 0" in drawn
     trace = chrome(found, "", GPIPE)
-    assert '"memory put away"' in trace
+    assert '"offload"' in trace
     stays = replace(GPIPE, offload=())
-    assert '"memory put away"' not in chrome(simulate(lowered(stays), stays, unit(2)), "", stays)
+    assert '"offload"' not in chrome(simulate(lowered(stays), stays, unit(2)), "", stays)
 
 
 # --- the same numbers -----------------------------------------------------------------------------

@@ -18,7 +18,8 @@ import torch
 from gems.cli.data import SOURCES, divided, loader, source_from
 from gems.cli.job import trainer_from
 from gems.cli.main import main
-from gems.cli.options import fitted, plan_from
+from gems.cli.model_options import fitted
+from gems.cli.plan_options import plan_from
 from gems.data.sample import Sample, sample_slides
 from gems.data.slides import Slides
 from gems.data.synthetic import Synthetic
@@ -520,7 +521,7 @@ def test_a_folder_with_checkpoints_is_gone_on_with_or_started_over(
     """Once the old checkpoints stayed beside the new ones, and --resume went on with an old one."""
     short = trained(tmp_path, "--save").losses
     assert main(["train", *TINY, "--out", str(tmp_path)]) == 1
-    assert "go on with --resume, choose another --out, or start over" in capsys.readouterr().err
+    assert "continue with --resume, choose another --out, or start over" in capsys.readouterr().err
     longer = trained(tmp_path, "--save", "--num-epochs", 2, "--resume").losses
     assert longer[:3] == short and len(longer) == 6
     over = trained(tmp_path, "--save", "--overwrite", "--seed", 1)
@@ -578,17 +579,20 @@ def test_heat_maps_show_the_class_that_was_asked_for(tmp_path: Path, tissue: Sam
         ("--mpp 1 --samples 2", "--mpp is for --app medical, not synthetic"),
         ("--app cifar --held-out 0.5 --datapath x", "--held-out is for --app medical or"),
         ("--auto 2 --split-size 2 --times 1", "leave out --split-size, --times"),
-        ("--plan p.json --split-size 2", "--plan p.json says all of the plan; leave out --split"),
-        ("--slice-method vertical", "wants --num-spatial-parts"),
-        ("--spatial-size 2", "wants --num-spatial-parts"),
-        ("--spatial 2x2 --num-spatial-parts 4 --stages 2", "--spatial says the grids already"),
+        (
+            "--plan p.json --split-size 2",
+            "already has the whole plan; leave out --split",
+        ),
+        ("--slice-method vertical", "needs --num-spatial-parts"),
+        ("--spatial-size 2", "needs --num-spatial-parts"),
+        ("--spatial 2x2 --num-spatial-parts 4 --stages 2", "--spatial already has the grids"),
         ("--seed -1 --batch-size 0", "--batch-size is 0; give 1 or more\n  - --seed is -1"),
         ("--decay-epochs 0", "--decay-epochs is 0; give 1 or more"),
         ("--clip 0", "give a norm above 0"),
         ("--optimizer adam --momentum 0.9", "adam has no momentum to set to 0.9"),
         ("--learning-rate 0", "learning_rate is 0.0, not above 0"),
-        ("--learning-rate-decay 2", "step decay by 2.0"),
-        ("--learning-rate-schedule cosine --warm-up 9", "no more than the 9 of its warm-up"),
+        ("--learning-rate-decay 2", "learning-rate decay is 2.0"),
+        ("--learning-rate-schedule cosine --warm-up 9", "is no longer than --warm-up 9"),
         ("--learning-rate-schedule cosine --learning-rate-decay 0.5", "leave out one of them"),
         ("--resume --overwrite", "give one of them"),
         ("--no-save --save-every 2", "give one of them"),

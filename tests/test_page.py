@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from gems.draw.cut.svg import svg as cut_svg
 from gems.draw.html import html
+from gems.draw.partition.svg import svg as partition_svg
 from gems.predict.timeline import Event, Memory, Timeline
-from tests.test_draw import MEASURED, PIPE, bare, drawn, unet_cut
+from tests.test_draw import MEASURED, PIPE, bare, drawn, unet_partition
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -37,7 +37,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def test_the_page_asks_for_nothing_from_outside() -> None:
-    page = html(drawn(PIPE), "step", PIPE, MEASURED, cut_svg(unet_cut()))
+    page = html(drawn(PIPE), "step", PIPE, MEASURED, partition_svg(unet_partition()))
     addresses = set(re.findall(r"\w+://[^\s\"'<]+", page))
     assert addresses == {"http://www.w3.org/2000/svg"}, "a name, not an address"
     assert not re.search(r"<(link|img|iframe)|\ssrc=|@import|url\(|fetch\(|import\(", page)
@@ -246,8 +246,8 @@ def test_a_part_that_is_marked_with_shift_fills_the_view(opened: Callable[..., P
 def test_one_step_over_another_shares_the_page_and_the_tooltip(
     opened: Callable[..., Page],
 ) -> None:
-    page = opened(drawn(PIPE), "two", PIPE, MEASURED, cut_svg(unet_cut()))
-    assert page.run("return document.querySelectorAll('.cut svg .arc').length") == 5
+    page = opened(drawn(PIPE), "two", PIPE, MEASURED, partition_svg(unet_partition()))
+    assert page.run("return document.querySelectorAll('.partition svg .arc').length") == 5
     page.run("document.getElementById('step').scrollIntoView()")
     above, under = page.place(1, "1B0", 0), page.place(1, "1B0", 1)
     assert above[1] < under[1]
@@ -257,7 +257,7 @@ def test_one_step_over_another_shares_the_page_and_the_tooltip(
 
 
 def test_the_page_follows_the_reader_into_the_dark(opened: Callable[..., Page]) -> None:
-    page = opened(MEASURED, "step", None, None, cut_svg(unet_cut()))
+    page = opened(MEASURED, "step", None, None, partition_svg(unet_partition()))
     seen = {}
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -265,7 +265,7 @@ def test_the_page_follows_the_reader_into_the_dark(opened: Callable[..., Page]) 
         page.settle()
         page.run("document.getElementById('step').scrollIntoView()")
         x, y = page.place(0, "0F0")
-        script = "return getComputedStyle(document.querySelector('.cut rect')).fill"
+        script = "return getComputedStyle(document.querySelector('.partition rect')).fill"
         seen[scheme] = (page.colour(x - 20, y), page.colour(x, y - 16), page.run(script))
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert seen["light"] == ("#2f6db5", "#ffffff", "rgb(255, 255, 255)")

@@ -251,7 +251,7 @@ def test_check_finds_weights_that_are_not_there_and_updates_out_of_place() -> No
     plan = replace(L2L, stages=1, micro_batches=1, optimizer_step="eager", recompute="never")
     assert check(parse("0: 0U 0F0 0R0 0B0 0D 0A 0O"), plan) == []
     for text, complaint in {
-        "0: 0F0 0R0 0B0 0A 0O": "0F0 has no weights; it wants 0U before it",
+        "0: 0F0 0R0 0B0 0A 0O": "0F0 has no weights; it needs 0U before it",
         "0: 0U 0F0 0R0 0B0 0D 0O 0A": "0O comes before 0A",
         "0: 0U 0F0 0R0 0B0 0D 0A": r"updates stages \[\] but holds \[0\]",
         "0: 0U 0F0 0R0 0B0 0D 0A 0O 0O": "0O is the second of its stage",

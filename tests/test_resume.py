@@ -78,7 +78,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         finally:
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     done = len(Run(folder).losses)
     assert 12 <= done < 45 and f"step-{done:06d}" in Run(folder).checkpoints
     assert "report.html" not in Run(folder).files

@@ -304,7 +304,7 @@ def test_auto_lowers_to_a_proven_schedule_on_any_placement(plan: Plan) -> None:
 
 def test_a_cap_smaller_than_one_micro_batch_is_refused_with_the_bytes() -> None:
     costs = Costs((Cost(activations=100), Cost(activations=2000)))
-    with pytest.raises(PlanError, match=r"rank 1 may keep 1,500 bytes .* needs 2,000; use more"):
+    with pytest.raises(PlanError, match=r"rank 1 may hold 1,500 bytes .* needs 2,000; use more"):
         greedy.order(Plan(stages=2), costs, memory=1500)
 
 
@@ -465,7 +465,7 @@ def test_a_cut_plan_refuses_what_its_schedule_does_not_know() -> None:
     with pytest.raises(PlanError, match="'gpipe' has one direction"):
         build(Plan(stages=3, spatial=4, schedule="gpipe", bidirectional=True))
     costs = Costs((Cost(activations=100), Cost(activations=2000)))
-    with pytest.raises(PlanError, match="rank 1 may keep 1,500 bytes") as error:
+    with pytest.raises(PlanError, match="rank 1 may hold 1,500 bytes") as error:
         build(Plan(stages=2, spatial=4, schedule="auto"), costs, memory=1500)
     assert "here every stage counts as one rank" in str([error.value, *_notes(error.value)])
 

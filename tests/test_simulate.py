@@ -163,5 +163,5 @@ def test_a_rank_that_waits_is_idle_in_the_virtual_step_however_long_it_waited() 
 
 def test_a_schedule_that_cannot_finish_is_refused_by_rank_step_and_action() -> None:
     plan = Plan(stages=2)
-    with pytest.raises(ScheduleError, match=r"rank 0, step 0: 0B0 can never run; check\(\) says"):
+    with pytest.raises(ScheduleError, match=r"rank 0, step 0: 0B0 can never run; check\(\) lists"):
         simulate(parse("0: 0B0 0F0\n1: 1F0 1B0"), plan, unit(2))

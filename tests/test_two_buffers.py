@@ -592,8 +592,10 @@ def test_check_finds_updates_in_the_wrong_place() -> None:
         row.insert(len(row) - 1, update)
 
     found = check(changed(schedule, 0, late), plan)
-    assert any("adds to gradients of batch 0, which wait for an update" in fault for fault in found)
-    assert any("wants weights of 1 updates, and there were 0" in fault for fault in found)
+    assert any(
+        "adds to gradients of batch 0, which wait for their step" in fault for fault in found
+    )
+    assert any("needs weights after 1 optimizer steps, not 0" in fault for fault in found)
 
     def early(row: list[Action]) -> None:
         row.remove(total)
@@ -602,7 +604,7 @@ def test_check_finds_updates_in_the_wrong_place() -> None:
     found = check(changed(schedule, 0, early), plan)
     assert "rank 0, step 0: 0A comes before 2 backwards of batch 0" in found
     found = check(changed(schedule, 0, lambda row: row.remove(update)), plan)
-    assert "rank 0 sums 4 times and updates 3 times, not 4 each" in found
+    assert "rank 0 has 4 all-reduces and 3 optimizer steps, not 4 each" in found
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (4, 4), (4, 7), (8, 8)])

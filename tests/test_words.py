@@ -65,7 +65,7 @@ BANNED_IN = {
     "async": {r"turns?": "weight version"},
     "versions": {r"turns?": "weight version"},
     "planner/": {r"(?<!\. )cuts?(?! (image|over|stage))": "partition, boundary; tiled"},
-    "draw/cut": {r"cuts?": "partition"},
+    "draw/partition": {r"cuts?": "partition"},
 }
 
 

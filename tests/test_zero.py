@@ -331,11 +331,11 @@ def test_check_finds_gathers_that_are_missing_crossed_or_for_nothing() -> None:
     good = lowered(plan)
     assert not check(good, plan)
     faults = check(changed(good, 0, "0U ", ""), plan)
-    assert "rank 0, step 1: 0F0 has no weights; it wants 0U before it" in faults
+    assert "rank 0, step 1: 0F0 has no weights; it needs 0U before it" in faults
     (fault, *_) = check(changed(good, 1, "0U 1U", "1U 0U"), plan)
     assert "ranks 0 and 1 reduce and gather stages [0, 1, 2, 3] in different orders" in fault
     (fault, *_) = check(changed(good, 0, "0D 0A", "0A"), plan)
-    assert fault == "rank 0 never drops the weights of stages [0]"
+    assert fault == "rank 0 never reshards the weights of stages [0]"
     (fault, *_) = check(good, replace(plan, zero=2))
     assert "0U has nothing to do" in fault
     with pytest.raises(ScheduleError, match="are here already"):

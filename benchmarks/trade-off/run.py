@@ -87,7 +87,7 @@ def drawn(chart: Chart, side: int, found: list[Found], crowded: bool) -> tuple[s
     spots = [
         Point(
             f.name, chart.family(f.name), f.counted / MIB, f.seconds(crowded),
-            said=(f.said[1] / MIB, f.said[0]),
+            predicted=(f.said[1] / MIB, f.said[0]),
         )
         for f in found
     ]  # fmt: skip

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_model, add_plan, plan_from, studied
+from gems.cli.model_options import MODEL, studied
+from gems.cli.options import add_options
+from gems.cli.plan_options import PLAN, plan_from
 from gems.errors import GemsError
 from gems.files import read_text
 from gems.plans.plan import Plan
@@ -24,8 +26,8 @@ def add(commands: Any) -> None:
         description=f"{__doc__} A plan's fields must fit each other, its order must be free of "
         "deadlock and mixed-up messages, and with --model its stages must fit the model.",
     )
-    add_plan(parser)
-    add_model(parser)
+    add_options(parser, PLAN, "parallel plan")
+    add_options(parser, MODEL, "model")
     parser.add_argument(
         "file", nargs="?", type=Path, help="a schedule as text; default: the plan's own"
     )

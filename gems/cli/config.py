@@ -46,15 +46,14 @@ def expanded(
     values, known = read(path), parser._option_string_actions
     elsewhere = {name for other in others for name in other._option_string_actions} - set(known)
     foreign = [name for name in values if _flag(name) in elsewhere]
-    # The file of another command's run says where that one began and what it wrote: not ours.
+    # In the file of another command's run, these are where it began and what it wrote: not ours.
     dropped = {*foreign, *(OF_ONE_RUN if foreign else ())}
     mine = {name: value for name, value in values.items() if name not in dropped}
-    said = written(mine, parser, str(path))
-    return [*_without(said, arguments, parser), *arguments]
+    return [*_without(written(mine, parser, str(path)), arguments, parser), *arguments]
 
 
 def _without(
-    said: list[str], arguments: Sequence[str], parser: argparse.ArgumentParser
+    from_file: list[str], arguments: Sequence[str], parser: argparse.ArgumentParser
 ) -> list[str]:
     """Without `--model-option width=8` if the command line has another width: it wins."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -63,7 +62,7 @@ def _without(
         first.add_argument(flag, action="append", default=[], dest=flag)
     typed = vars(first.parse_known_args(list(arguments))[0])
     again = {f"{flag}={text.partition('=')[0]}" for flag in flags for text in typed[flag]}
-    return [word for word in said if "=".join(word.split("=")[:2]) not in again]
+    return [word for word in from_file if "=".join(word.split("=")[:2]) not in again]
 
 
 def _flag(name: object) -> str:
@@ -77,16 +76,16 @@ def read(path: Path) -> dict[str, Any]:
         found = _toml(text) if path.suffix == ".toml" else _yaml(text)
         _check_size(found)
     except (ValueError, RecursionError) as error:
-        said = "it is nested too deeply" if isinstance(error, RecursionError) else short(error, 400)
-        raise GemsError(f"{path} cannot be read: {said}; write lines like num-epochs: 5") from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else short(error, 400)
+        raise GemsError(f"{path} cannot be read: {why}; write lines like num-epochs: 5") from error
     if not isinstance(found, dict):
         raise GemsError(f"{path} holds {type(found).__name__}; write lines like num-epochs: 5")
     return found
 
 
 def _check_size(found: Any) -> None:
-    """Options are few. YAML's aliases can make a billion values of ten lines, or an endless one,
-    which has no levels but others inside of it."""
+    """Options are few. YAML's aliases can make a billion values of ten lines, or one that
+    contains itself and so has no last level."""
     level, values = [found], 0
     for _ in range(DEEPEST):
         level = [y for x in level for y in _inside(x)]
@@ -153,7 +152,7 @@ def _typed(flag: str, action: argparse.Action, value: Any) -> list[str]:
             raise ValueError(f"{value!r} is neither true nor false")
         return [flag] if value else []
     if isinstance(value, bool):
-        raise ValueError(f"it is no switch, so {value!r} says nothing; give a value")
+        raise ValueError(f"it is no switch, so {value!r} means nothing; give a value")
     if isinstance(action, argparse._AppendAction):
         if isinstance(value, dict):
             value = [f"{name}={one}" for name, one in value.items()]

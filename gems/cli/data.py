@@ -1,4 +1,4 @@
-"""Which data: options that `gems train` and `gems eval` share, and the source they mean."""
+"""Options of the data, for `gems train` and `gems eval`, and the source they describe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gems.cli.options import classes, image_shape
+from gems.cli.model_options import classes, image_shape
+from gems.cli.options import choice, count, path, real, string
 from gems.errors import GemsError
 
 if TYPE_CHECKING:
@@ -17,106 +18,79 @@ if TYPE_CHECKING:
 
 # The published scripts know the first three by number.
 APPS = {"1": "medical", "2": "cifar", "3": "synthetic"}
-TASKS = ("classify", "segment")
-# Options that only some kinds of data have a use for.
-SLIDES = ("medical",)
+APP_NAMES = ("medical", "cifar", "synthetic", "folders", "volumes", "pictures")
+DATA = {
+    "--app": choice(
+        APP_NAMES,
+        "pictures",
+        "kind of data. medical (1): tiles of whole-slide images; cifar (2): CIFAR-10; synthetic "
+        "(3): noise of any size; folders: pictures, a folder per class; volumes: 3-D, HDF5 or "
+        "Zarr; pictures (default): crops of the pictures of scikit-image, each a class",
+        type=lambda text: APPS.get(text, text),
+    ),
+    "--datapath": path(
+        "slides, files or folder (medical has a sample slide: immunohistochemistry, 512 x 512, "
+        "positive or negative)",
+        "PATH",
+    ),
+    "--labels": string(
+        None,
+        "medical: a CSV file slide,label or slide,x,y,label, or the word folders: a folder per "
+        "class; volumes: an array's name or a CSV file (default labels)",
+        "WHAT",
+    ),
+    "--masks": string(
+        None,
+        "segment instead of classify. medical: a folder of class pictures named like the slides; "
+        "volumes: an array's name",
+        "WHAT",
+    ),
+    "--class-names": string(
+        None, "classes in order (default: sorted labels; needed with --masks)", "A,B,..."
+    ),
+    "--mpp": real(None, "medical: microns per pixel of a tile", "UM"),
+    "--magnification": real(None, "medical: power of the objective, e.g. 20"),
+    "--level": count(None, "medical: level of the slide's pyramid (default 0, the finest)"),
+    "--stride": count(
+        None, "medical: distance between tiles (default: --image-size)", metavar="PX"
+    ),
+    "--tissue": real(
+        0.5, "medical: least share of tissue in a tile (default 0.5; 0 takes all tiles)", "SHARE"
+    ),
+    "--bad-slides": choice(
+        ("skip", "stop"),
+        "skip",
+        "medical: skip unreadable slides with a warning (default), or stop with an error",
+    ),
+    "--samples": count(1024, "synthetic, pictures: number of samples (default 1024)"),
+    "--task": choice(
+        ("classify", "segment"),
+        "classify",
+        "synthetic, and the sample slide: labels (default) or masks",
+    ),
+    "--num-workers": count(0, "threads per rank that read ahead (default 0: read when needed)"),
+    "--held-out": real(
+        0.25,
+        "share of the samples kept for evaluation (default 0.25); CIFAR-10 has its own test files",
+        "SHARE",
+    ),
+}
+# Options that only some kinds of data use.
 APP_OPTIONS: dict[str, tuple[str, ...]] = {
     "--datapath": ("medical", "cifar", "folders", "volumes"),
     "--labels": ("medical", "volumes"),
     "--masks": ("medical", "volumes"),
     "--class-names": ("medical", "folders", "volumes"),
-    **dict.fromkeys(("--mpp", "--magnification", "--level", "--stride"), SLIDES),
-    **dict.fromkeys(("--tissue", "--bad-slides"), SLIDES),
+    **dict.fromkeys(("--mpp", "--magnification", "--level", "--stride"), ("medical",)),
+    **dict.fromkeys(("--tissue", "--bad-slides"), ("medical",)),
     "--samples": ("synthetic", "pictures"),
     "--task": ("synthetic", "medical"),
     "--held-out": ("medical", "synthetic", "folders", "volumes", "pictures"),
 }
 
 
-def app(text: str) -> str:
-    return APPS.get(text, text)
-
-
-def add_data(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the data")
-    put = group.add_argument
-    put(
-        "--app",
-        type=app,
-        choices=tuple(SOURCES),
-        default="pictures",
-        help="medical (1): tiles of whole-slide images; cifar (2): CIFAR-10; synthetic (3): noise "
-        "of any size; folders: pictures, a folder per class; volumes: 3-D, HDF5 or Zarr; pictures "
-        "(default): crops of real pictures that come with scikit-image, which one is it from?",
-    )
-    put(
-        "--datapath",
-        type=Path,
-        metavar="PATH",
-        help="slides, files or folders of --app (medical has a sample: immunohistochemistry, 512 x "
-        "512, positive or negative)",
-    )
-    put(
-        "--labels",
-        metavar="WHAT",
-        help="medical: a CSV file slide,label or slide,x,y,label, or the word folders: a folder "
-        "per class; volumes: an array's name or a CSV file (default labels)",
-    )
-    put(
-        "--masks",
-        metavar="WHAT",
-        help="segment instead of classify: medical: a folder of class pictures named like the "
-        "slides; volumes: an array's name",
-    )
-    put(
-        "--class-names",
-        metavar="A,B,...",
-        help="the classes, in order (default: sorted from the labels; needed with --masks)",
-    )
-    put("--mpp", type=float, metavar="UM", help="medical: microns per pixel of a tile")
-    put("--magnification", type=float, metavar="X", help="medical: power of the objective, e.g. 20")
-    put(
-        "--level", type=int, metavar="N", help="medical: level of the slide (default 0, the finest)"
-    )
-    put("--stride", type=int, metavar="PX", help="medical: between tiles (default: --image-size)")
-    put(
-        "--tissue",
-        type=float,
-        default=0.5,
-        metavar="SHARE",
-        help="medical: how much of a tile must be tissue (default 0.5; 0 takes all tiles)",
-    )
-    put(
-        "--bad-slides",
-        choices=("skip", "stop"),
-        default="skip",
-        help="medical: slides that cannot be read are reported and left out (default), or an error",
-    )
-    put("--samples", type=int, default=1024, metavar="N", help="synthetic, pictures: how many")
-    put(
-        "--task",
-        choices=TASKS,
-        default="classify",
-        help="synthetic, and the sample slide: labels (default) or masks",
-    )
-    put(
-        "--num-workers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="threads of each rank that read ahead (default 0: read when needed)",
-    )
-    put(
-        "--held-out",
-        type=float,
-        default=0.25,
-        metavar="SHARE",
-        help="samples that training does not see (default 0.25); CIFAR-10 has its own test files",
-    )
-
-
 def source_from(given: argparse.Namespace) -> Source:
-    """All samples of what was asked for."""
+    """All samples of the data."""
     try:
         return SOURCES[given.app](given)
     except ValueError as error:
@@ -126,7 +100,7 @@ def source_from(given: argparse.Namespace) -> Source:
 
 
 def divided(given: argparse.Namespace) -> tuple[Source, Source]:
-    """What to train on, and what to judge by."""
+    """Samples to train on, and samples to evaluate on."""
     if given.app == "cifar":
         from gems.data.cifar import Cifar10
 
@@ -135,7 +109,7 @@ def divided(given: argparse.Namespace) -> tuple[Source, Source]:
 
 
 def halves(given: argparse.Namespace, source: Source) -> tuple[Source, Source]:
-    """A source without what is held out, and that."""
+    """The samples to train on, and those held out."""
     from gems.data.source import split
 
     try:
@@ -166,7 +140,7 @@ def loader(
 
 def _path(given: argparse.Namespace) -> Path:
     if given.datapath is None:
-        raise GemsError(f"--app {given.app} reads files: say where they are by --datapath")
+        raise GemsError(f"--app {given.app} reads files; give their place by --datapath")
     return given.datapath
 
 

@@ -1,4 +1,4 @@
-"""`gems draw`: pictures of a step and of the cut of a model.
+"""`gems draw`: pictures of a step, and of a model partitioned into stages.
 
 A step is predicted from a plan, or read from a file that gems train or gems simulate wrote. It is
 printed as text, one row per rank: F forward, B backward (or I and W, its input and weight
@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
+from gems.cli.model_options import MODEL, studied
+from gems.cli.options import add_options, count, machine_option, path, string
+from gems.cli.plan_options import PLAN, plan_from
 from gems.cli.simulate import predicted
 from gems.draw.chrome import chrome
-from gems.draw.cut.core import cut
-from gems.draw.cut.svg import svg as cut_svg
-from gems.draw.cut.text import text as cut_text
 from gems.draw.html import html
 from gems.draw.levels import levels
+from gems.draw.partition.cells import partitioned
+from gems.draw.partition.svg import svg as partition_svg
+from gems.draw.partition.text import text as partition_text
 from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, problems
@@ -45,65 +47,57 @@ EXAMPLES = """examples:
                                                       one over the other, and how far they differ
   gems draw runs/train/timeline.json --trace step.trace.json
                                                       for ui.perfetto.dev or chrome://tracing
-  gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
-                                                      which blocks each stage has, what crosses
+  gems draw --partition --model unet --image-size 256 --stages 5 --svg unet.svg
+                                                      which blocks each stage has, and what it sends
 """
+PICTURES = {
+    "--over": path(
+        "a second timeline of the same plan, drawn below the first lane by lane on one time axis; "
+        "if only one of them is in unit costs, its units are scaled to fit the other",
+        "OTHER.json",
+    ),
+    "--partition": {
+        "action": "store_true",
+        "help": "the partition of the model instead of the step: its blocks by stage, and the "
+        "bytes between stages; a page (--html) shows both",
+    },
+    "--svg": path("write a picture for a document"),
+    "--html": path("write a page, one file that needs no other: zoom, drag, point at anything"),
+    "--trace": path("write the step for Perfetto or Chrome (JSON)"),
+    "--title": string(None, "title of the pictures (default: model and schedule, or file)", "TEXT"),
+    "--actions": {"action": "store_true", "help": "print the schedule as text, which parses back"},
+    "--width": count(120, "columns of the text (default 120)"),
+    "--machine": machine_option(
+        "machine whose costs are estimated (default: unit costs; with --partition, cpu)", None
+    ),
+}
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "draw",
-        help="draw a step, or the cut of a model",
+        help="draw a step, or the partition of a model",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    put = parser.add_argument
-    put(
+    parser.add_argument(
         "file",
         nargs="?",
         type=Path,
         help="a timeline (.json, from gems train or simulate) or a schedule as text; "
         "default: the plan's own schedule",
     )
-    group = parser.add_argument_group("the pictures")
-    put = group.add_argument
-    put(
-        "--over",
-        type=Path,
-        metavar="OTHER.json",
-        help="a second timeline of the same plan, drawn below the first lane by lane on one time "
-        "axis; if only one of them is in unit costs, its units are made as long as fits the other",
-    )
-    put(
-        "--cut",
-        action="store_true",
-        help="the cut of the model instead of the step: its blocks by stage, and the bytes that "
-        "cross; a page (--html) shows both",
-    )
-    put("--svg", type=Path, metavar="FILE", help="write a picture for a document")
-    put(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page, one file that needs no other: zoom, drag, point at anything",
-    )
-    put("--trace", type=Path, metavar="FILE", help="write the step for Perfetto or Chrome (JSON)")
-    put("--title", metavar="TEXT", help="over the pictures (default: model and schedule, or file)")
-    put("--actions", action="store_true", help="print the schedule as text, which parses back")
-    put("--width", type=int, default=120, metavar="N", help="columns of the text (default 120)")
-    add_machine(
-        parser, "what the model is estimated on (default: unit costs; with --cut, cpu)", None
-    )
-    add_plan(parser)
-    add_model(parser)
+    add_options(parser, PICTURES, "pictures")
+    add_options(parser, PLAN, "parallel plan")
+    add_options(parser, MODEL, "model")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     if found := list(_problems(given)):
         raise GemsError(problems("these options do not go together:", found))
-    _show_cut(given) if given.cut else _show_step(given)
+    _show_partition(given) if given.partition else _show_step(given)
     return 0
 
 
@@ -112,12 +106,12 @@ def _problems(given: argparse.Namespace) -> Iterator[str]:
     measured = read and given.file.suffix == ".json"
     if measured and given.actions:
         yield f"{given.file} is a timeline, which has no schedule to print; leave out --actions"
-    if read and given.machine and not given.cut:
+    if read and given.machine and not given.partition:
         yield f"{given.file} has its times, or takes unit costs; leave out --machine"
-    if given.cut and given.actions:
-        yield "--actions prints the schedule of a step; leave out --cut"
-    if given.cut and not (given.html or given.trace) and (given.over or read):
-        yield "a cut has no step in it; leave out the timeline, or add --html to show both"
+    if given.partition and given.actions:
+        yield "--actions prints the schedule of a step; leave out --partition"
+    if given.partition and not (given.html or given.trace) and (given.over or read):
+        yield "--partition draws no step; leave out the timeline, or add --html to show both"
 
 
 class Step(NamedTuple):
@@ -141,17 +135,17 @@ def _show_step(given: argparse.Namespace) -> None:
     _write(given.trace, lambda: chrome(*step))
 
 
-def _show_cut(given: argparse.Namespace) -> None:
+def _show_partition(given: argparse.Namespace) -> None:
     given.machine = given.machine or "cpu"
     plan = plan_from(given)
     graph, costs = studied(given, machine(given.machine)).graph
-    shown = cut(graph, stages(plan, graph, costs), costs, plan.sizes)
-    print(cut_text(shown, plan))
-    picture = cut_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)
+    shown = partitioned(graph, stages(plan, graph, costs), costs, plan.sizes)
+    print(partition_text(shown, plan))
+    picture = partition_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)
     _write(given.svg, lambda: picture)
     if given.html or given.trace:
         step = _step(given)
-        _write(given.html, lambda: html(*step, cut=picture))
+        _write(given.html, lambda: html(*step, partition=picture))
         _write(given.trace, lambda: chrome(*step))
 
 

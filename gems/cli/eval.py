@@ -1,8 +1,8 @@
-"""`gems eval`: judge a network by data, on any plan, forward only.
+"""`gems eval`: metrics of a trained network, forward only, under any plan.
 
 Weights come from a checkpoint of GEMS written under any plan, from a folder of a run (its best
-checkpoint), or from a plain state dict (.pt, .safetensors). Slides get heat maps: a picture,
-GeoJSON for QuPath, OME-TIFF.
+checkpoint), or from a plain state dict (.pt, .safetensors). Slides get heat maps:
+PNG, GeoJSON for QuPath and OME-TIFF.
 
   gems eval --config runs/train/config.yaml --checkpoint runs/train
   gems eval --app medical --datapath slide.svs --image-size 512 --checkpoint model.safetensors \\
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.cli.config import add_config
-from gems.cli.data import add_data
-from gems.cli.heat import add_heat, heat_maps, wanted
-from gems.cli.options import add_model, add_plan, micro_batch
+from gems.cli.heat_maps import heat_map_options, heat_maps, wanted
+from gems.cli.model_options import micro_batch
+from gems.cli.options import add_options, choice, count, path
 from gems.cli.train import add_running, held, planned
 from gems.errors import GemsError
 from gems.files import write
@@ -28,38 +28,35 @@ from gems.plans.plan import Plan
 if TYPE_CHECKING:
     from gems.data.source import Source
 
-PARTS = ("held-out", "train", "all")
+EVALUATION = {
+    "--part": choice(
+        ("held-out", "train", "all"),
+        None,
+        "which samples (default: held-out, or all if there are no labels)",
+    ),
+    "--ignore-index": count(-100, "class that metrics ignore (default -100)"),
+    "--out": path("default runs/eval", "DIR", Path("runs/eval")),
+}
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
-        help="judge a network, map slides",
+        help="evaluate a network, write heat maps",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_config(parser)
-    add_model(parser)
-    add_plan(parser)
-    add_data(parser)
     add_running(parser)
-    group = parser.add_argument_group("the evaluation")
-    put = group.add_argument
-    put(
-        "--part",
-        choices=PARTS,
-        help="which samples (default held-out; all, if there are no labels to judge by)",
-    )
-    put("--ignore-index", type=int, default=-100, metavar="N", help="class that does not count")
-    put("--out", type=Path, default=Path("runs/eval"), metavar="DIR", help="default runs/eval")
-    add_heat(parser, default=True)
+    add_options(parser, EVALUATION, "evaluation")
+    add_options(parser, heat_map_options(default=True), "heat maps")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     if given.checkpoint is None:
-        raise GemsError("gems eval wants --checkpoint: a run's folder, a checkpoint, or weights")
+        raise GemsError("gems eval needs --checkpoint: a run's folder, a checkpoint, or weights")
     plan, elsewhere = planned(given)
     if elsewhere is not None:
         return elsewhere
@@ -69,10 +66,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
+    from gems.cli.evaluate import predicted
     from gems.cli.job import begin, trainer_from
     from gems.cli.journal import plain
-    from gems.cli.judge import predicted
-    from gems.cli.options import fitted
+    from gems.cli.model_options import fitted
 
     source = part_of(given)
     fitted(given, source)
@@ -87,14 +84,14 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
             text = json.dumps(plain(found), indent=1) + "\n"
             print(f"wrote {write(given.out / 'metrics.json', text)}")
         elif not wanted(given):
-            raise GemsError(f"{given.datapath} has no labels, so there is nothing to judge by")
+            raise GemsError(f"{given.datapath} has no labels to evaluate by; give --labels")
         if wanted(given):
             heat_maps(given, source, probabilities)
     trainer.close()
 
 
 def part_of(given: argparse.Namespace) -> Source:
-    """The samples that are asked for."""
+    """The samples of --part."""
     from gems.cli.data import divided, halves, source_from
 
     if given.app == "cifar":

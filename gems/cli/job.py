@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gems.cli.data import divided, loader, source_from
-from gems.cli.heat import heat_maps, wanted
+from gems.cli.evaluate import HEADLINE_METRIC, predicted
+from gems.cli.heat_maps import heat_maps, wanted
 from gems.cli.journal import Journal, require_board
-from gems.cli.judge import HEADLINES, predicted
-from gems.cli.options import fitted, micro_batch, model_from
+from gems.cli.model_options import fitted, micro_batch, model_from
 from gems.cli.progress import Pace, bar
-from gems.cli.reject import in_words
+from gems.cli.reject import as_gems_error
 from gems.cli.results import finish
 from gems.data.augment import Augment
 from gems.draw.units import size
@@ -29,7 +29,7 @@ from gems.torch.checkpoint.manifest import latest, remove_all
 from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.interrupt import Interrupt
 from gems.torch.losses import loss
-from gems.torch.optimizers import learning_rates, optimizer
+from gems.torch.optimizers import cosine, optimizer, step_decay, warmed_up
 from gems.torch.trainer import Step, Trainer
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 class Job:
     """A run of `gems train` as one rank sees it.
 
-    `epoch` and `within`, its batches done, say which batch comes next. They travel in every
-    checkpoint, so that a run that was stopped goes on with the batch it had not seen.
+    `epoch` and `within`, the number of its batches done, are the position in the data. Every
+    checkpoint has them, so that a resumed run continues with the next batch.
     """
 
     def __init__(self, given: argparse.Namespace, plan: Plan | str, options: str) -> None:
@@ -60,7 +60,9 @@ class Job:
         if given.tensorboard:
             require_board()
         if not self.train.classes:
-            raise GemsError(f"{given.datapath} has no labels, so there is nothing to train for")
+            raise GemsError(
+                f"{given.datapath} has no labels, so there is nothing to train on; give --labels"
+            )
         augment = Augment() if given.augment else None
         self.batches = loader(given, self.train, self.size, shuffle=True, augment=augment)
         self.interrupt = Interrupt()
@@ -88,8 +90,8 @@ class Job:
             return newest
         if newest is not None and not given.overwrite:
             raise GemsError(
-                f"{self.checkpoints} has checkpoints of an earlier run ({newest.name}); go on with "
-                "--resume, choose another --out, or start over with --overwrite"
+                f"{self.checkpoints} has checkpoints of an earlier run ({newest.name}); continue "
+                "with --resume, choose another --out, or start over with --overwrite"
             )
         return given.checkpoint
 
@@ -116,7 +118,7 @@ class Job:
 
     def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         given = self.given
-        with in_words():
+        with as_gems_error():
             return optimizer(
                 given.optimizer,
                 parameters,
@@ -126,18 +128,22 @@ class Job:
             )
 
     def _scheduler(self, steered: torch.optim.Optimizer) -> Any:
-        given, per_update = self.given, self.given.accumulate
+        given, updates = self.given, self.steps // self.given.accumulate
         if given.learning_rate_schedule == "cosine":
-            options = {"steps": max(1, self.steps // per_update)}
+            if updates <= given.warm_up:
+                raise GemsError(
+                    f"a run of {updates} updates is no longer than --warm-up {given.warm_up}; "
+                    "train longer, or warm up for fewer updates"
+                )
+            factor = cosine(updates - given.warm_up)
         else:
-            every = given.decay_epochs * self.batches.steps // per_update
-            options = {"factor": given.learning_rate_decay, "every": max(1, every)}
-        with in_words():
-            factor = learning_rates(given.learning_rate_schedule, warm_up=given.warm_up, **options)
-        return torch.optim.lr_scheduler.LambdaLR(steered, factor)
+            every = given.decay_epochs * self.batches.steps // given.accumulate
+            with as_gems_error():
+                factor = step_decay(given.learning_rate_decay, max(1, every))
+        return torch.optim.lr_scheduler.LambdaLR(steered, warmed_up(factor, given.warm_up))
 
-    def _steer(self) -> None:
-        """A checkpoint brings the options of its optimizer; those of the command line hold."""
+    def _apply_options(self) -> None:
+        """Options of the command line override those of the checkpoint's optimizer."""
         held, scheduler = self.trainer.optimizer, self.trainer.scheduler
         assert held is not None and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
         fresh = self._optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
@@ -150,7 +156,7 @@ class Job:
     # --- the run --------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """To the end, or until somebody wants it stopped; gives the exit code."""
+        """Train to the end, or until interrupted; returns the exit code."""
         begin(self.trainer, self.start, self._take_position)
         if self.first and self.given.overwrite:  # or the old ones would be taken for the newest
             remove_all(self.checkpoints)
@@ -174,8 +180,8 @@ class Job:
     def _take_position(self, extra: Any) -> None:
         if not _is_position(extra):
             raise GemsError(
-                f"the checkpoint {self.start} was not written by gems train, so it does not say "
-                "where the data was; begin with weights alone (see --export)"
+                f"the checkpoint {self.start} was not written by gems train, so its "
+                "position in the data is unknown; begin with weights alone (see --export)"
             )
         mine = {"seed": self.given.seed, "samples to train on": len(self.train)}
         if wrong := [f"{k}: {extra[k]}, now {v}" for k, v in mine.items() if extra[k] != v]:
@@ -184,7 +190,7 @@ class Job:
                 "and samples held out then would be trained on now; give the same options, or "
                 "begin with weights alone (see --export)"
             )
-        self._steer()
+        self._apply_options()
         self.epoch, self.best = extra["epoch"], extra["best"]
         self.noted, self.judged = extra["noted"], extra["judged"]
         self.within, rest = divmod(extra["samples"], self.size)
@@ -220,17 +226,17 @@ class Job:
             self._turn()
             if (over := not self._unfinished()) and self.pace.steps:
                 self.timeline = self.trainer.timeline()
-            self._judge()
+            self._evaluate()
             if not every or over:
                 self._save()
-        if self.judged != self.trainer.steps:  # the last checkpoint was written before the verdict
+        if self.judged != self.trainer.steps:  # the last checkpoint is older than its metrics
             self._turn()
-            self._judge()
+            self._evaluate()
             self._save()
         return False
 
     def _drained(self, show: Any) -> bool:
-        """With 2BW, the batch under way comes to its end. Whether it was interrupted."""
+        """With 2BW, finish the batch in flight. Whether the run was interrupted."""
         rate, step = self._rate, self.trainer.flush()
         if step is not None:
             self._note(step, rate, show, self.trainer.steps)
@@ -265,14 +271,14 @@ class Job:
             numbers["gradient_norm"] = step.norm
         self.journal.note("train", number, epoch=self.epoch, **numbers)
 
-    def _judge(self) -> None:
-        """Metrics of the samples held out; the best so far is kept."""
+    def _evaluate(self) -> None:
+        """Metrics of the held-out samples; the best checkpoint so far is kept."""
         self.judged = self.trainer.steps
         if not self.given.enable_evaluation:
             return
         found, _ = predicted(self.given, self.trainer, self.rest, self.size, self.first)
         self.journal.note("eval", self.trainer.steps, epoch=self.epoch, **found)
-        score = found[HEADLINES[self.rest.task]]
+        score = found[HEADLINE_METRIC[self.rest.task]]
         if score > self.best:
             self.best = score
             if self.given.save:
@@ -299,14 +305,14 @@ class Job:
         }
 
     def _seen(self) -> int:
-        """Samples of the epoch under way."""
+        """Samples of this epoch that were trained on."""
         return min(self.within * self.size, len(self.train))
 
     def _stop(self) -> None:
         self._save()
         self.journal.close()
         if self.first:
-            how = "go on with --resume" if self.given.save else "nothing was saved (--no-save)"
+            how = "continue with --resume" if self.given.save else "nothing was saved (--no-save)"
             print(f"stopped after step {self.trainer.steps}; {how}", file=sys.stderr)
         self.batches.close()
         self.trainer.close()
@@ -331,7 +337,7 @@ class Job:
 def trainer_from(
     given: argparse.Namespace, plan: Plan | str, source: Source, **more: Any
 ) -> Trainer:
-    """The network that was asked for, on samples like the source's."""
+    """A trainer of the model of the options, for samples like the source's."""
     torch.manual_seed(given.seed)
     return Trainer(
         model_from(given),
@@ -350,7 +356,7 @@ def trainer_from(
 
 
 def begin(trainer: Trainer, path: Path | None, position: Any = None) -> None:
-    """Take a checkpoint, or weights alone; `position` is told where the data was."""
+    """Take a checkpoint, or weights alone; `position` is called with what is known of the data."""
     if path is None:
         return
     if path.is_dir():

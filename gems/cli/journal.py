@@ -1,4 +1,4 @@
-"""What a run says about itself: a line of JSON per step or evaluation, a CSV table, TensorBoard."""
+"""Metrics of a run: a line of JSON per step or evaluation, a CSV table, TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """The numbers of a run, in `metrics.jsonl` and `metrics.csv` of its folder; rank 0 writes.
+    """The metrics of a run, in `metrics.jsonl` and `metrics.csv` of its folder; rank 0 writes.
 
     A run that is resumed `keep`s the rows that were there when its checkpoint was written, after
-    step `after`, and forgets the rest: the file is that of a run that was never interrupted.
+    step `after`, and drops the rest: the file is that of a run that was never interrupted.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def _line(row: Row) -> str:
 
 
 def plain(numbers: Row) -> Row:
-    """As JSON has it, which knows no nan: null, where a metric has nothing to say."""
+    """As JSON has it, which knows no nan: null, where a metric is undefined."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in numbers.items()}
 
 

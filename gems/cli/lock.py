@@ -56,10 +56,10 @@ def _take(folder: Path) -> int | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            said = os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
+            owner = os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
             os.close(handle)
             raise GemsError(
-                f"{folder} is in use by another run ({said or 'which has just begun'}); wait for "
+                f"{folder} is in use by another run ({owner or 'which has just begun'}); wait for "
                 "it or stop it, or choose another --out"
             ) from None
         except OSError as error:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_machine
+from gems.cli.options import add_options, machine_option, path
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.files import to_json, write
 from gems.hardware import LOCAL, Link, Machine, machine
+
+OPTIONS = {
+    "--machine": machine_option("which to show (default: measure this computer)", None),
+    "--out": path("write it as JSON"),
+}
 
 
 def add(commands: Any) -> None:
@@ -20,8 +24,7 @@ def add(commands: Any) -> None:
         description=f"{__doc__} A machine is a file of plain numbers that every prediction starts "
         "from: copy one, edit it, and give its path to --machine.",
     )
-    add_machine(parser, "which to show (default: measure this computer)", None)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it as JSON")
+    add_options(parser, OPTIONS)
     parser.set_defaults(run=run)
 
 

@@ -17,7 +17,7 @@ LONGEST = 4000  # characters of a message
 EXAMPLES = """examples:
   gems train --model resnet110-v2 --split-size 4 --times 2 --app pictures
   gems draw --schedule 1f1b --stages 4 --parts 8 --svg 1f1b.svg --html 1f1b.html
-  gems draw --cut --model unet --image-size 256 --stages 5 --svg cut.svg
+  gems draw --partition --model unet --image-size 256 --stages 5 --svg unet.svg
   gems trace --model unet --image-size 512
   gems plan --model resnet110-v2 --image-size 1024 --auto 8 --machine v100 --out plan.json
 """
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (train, eval, plan, simulate, draw, check, trace, machine):
         command.add(commands)
     for subparser in commands.choices.values():
+        file = " [FILE]" if any(a.dest == "file" for a in subparser._actions) else ""
+        subparser.usage = f"{subparser.prog}{file} [OPTION ...]"
         bound(subparser)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     typed = tuple(arguments)
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own = commands.choices[arguments[0]]
             arguments[1:] = config.expanded(arguments[1:], own, both)
     except (GemsError, OSError) as error:
-        parser.exit(1, told(arguments[0], error))
+        parser.exit(1, rendered(arguments[0], error))
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
@@ -59,33 +61,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (GemsError, OSError) as error:
-        sys.stderr.write(told(given.command, error))
+        sys.stderr.write(rendered(given.command, error))
         return 1
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         sys.stderr.write(
-            told(given.command, GemsError(f"{short(error, 300) or 'out of memory'}; {SMALLER}"))
+            rendered(given.command, GemsError(f"{short(error, 300) or 'out of memory'}; {SMALLER}"))
         )
         return 1
 
 
 SMALLER = (
-    "there is not as much memory: take a smaller --image-size, --batch-size or model, more ranks, "
+    "not enough memory: take a smaller --image-size, --batch-size or model, more ranks, "
     "or see gems plan for what fits"
 )
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed; torch has no type of its own for that on CPUs."""
-    said = str(error)
+    message = str(error)
     return isinstance(error, MemoryError) or any(
-        words in said for words in ("can't allocate memory", "out of memory", "not enough memory")
+        part in message for part in ("can't allocate memory", "out of memory", "not enough memory")
     )
 
 
-def told(command: str, error: BaseException) -> str:
-    """An error for the terminal: with its notes, and without what would steer the terminal."""
+def rendered(command: str, error: BaseException) -> str:
+    """An error for the terminal: with its notes, and without control characters."""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     text = short(f"gems {command}: {error}{notes}", LONGEST)
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text) + "\n"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
+from gems.cli.model_options import MODEL, studied
+from gems.cli.options import add_options, choice, count, machine_option, path, string
+from gems.cli.plan_options import PLAN, plan_from
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
@@ -18,36 +19,34 @@ from gems.planner.assign import assign, stages
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
 
+OPTIONS = {
+    "--machine": machine_option("machine to plan for (default: cpu)", "cpu"),
+    "--auto": count(None, "choose the best plan for RANKS ranks", metavar="RANKS"),
+    "--memory": string(None, "memory budget per rank, e.g. 16GiB (default: the machine's)", "SIZE"),
+    "--objective": choice(
+        ("time", "memory", "image"),
+        "time",
+        "with --auto: the fastest plan that fits (default), the one with the least peak memory, or "
+        "the one for the largest image that fits",
+    ),
+    "--micro-batches": count(
+        0, "with --auto: micro-batches per step over all ranks (default: two per rank)"
+    ),
+    "--out": path("write the plan as JSON"),
+}
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="choose or write out a plan",
-        description=f"{__doc__} With --auto RANKS the planner searches and says why, among plans "
-        "of --schedule if that is given (2bw only then); without it, the plan options are taken as "
-        "they are and its stages are written out.",
+        description=f"{__doc__} With --auto RANKS the planner searches and explains its choice, "
+        "among plans of --schedule if given (2bw only then); without it, the plan options are "
+        "taken as they are and its stages are written out.",
     )
-    add_model(parser)
-    add_plan(parser)
-    add_machine(parser, "what it will run on (default: cpu)", "cpu")
-    put = parser.add_argument
-    put("--auto", type=int, metavar="RANKS", help="choose the best plan for so many ranks")
-    put("--memory", metavar="SIZE", help="bytes per rank, e.g. 16GiB (default: the machine's)")
-    put(
-        "--objective",
-        choices=("time", "memory", "image"),
-        default="time",
-        help="with --auto: the fastest plan that fits (default), the one that needs least memory, "
-        "or the one for the largest image that fits at all",
-    )
-    put(
-        "--micro-batches",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with --auto: micro-batches of one step over all ranks (default: two per rank)",
-    )
-    put("--out", type=Path, metavar="FILE", help="write the plan as JSON")
+    add_options(parser, MODEL, "model")
+    add_options(parser, PLAN, "parallel plan")
+    add_options(parser, OPTIONS, "planner")
     parser.set_defaults(run=run)
 
 

@@ -46,7 +46,7 @@ def start(command: Sequence[str], world: int) -> int:
             processes.append(subprocess.Popen(command, env=environment, pass_fds=(theirs,)))
         with _passing_on(processes):
             code = _watch(processes)
-        return 128 - code if code < 0 else code  # as a shell says that a signal ended it
+        return 128 - code if code < 0 else code  # a shell's exit code for a signal
     finally:
         for process in processes:
             process.kill()
@@ -94,13 +94,13 @@ def _end_with(pipe: int) -> None:
 
 @contextlib.contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Tell the ranks what this process is told, and wait: they save what they have, and end.
+    """Pass signals on to the ranks, which save what they have and end.
 
     Ctrl-C reaches all processes of a terminal. Passed on as it is, ranks would take it for a second
     one, which means at once; a second one here ends them all.
     """
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
         for process in processes:
@@ -108,7 +108,7 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
                 process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, tell) for number in (PASSED_ON if main else ())}
+    before = {number: signal.signal(number, pass_on) for number in (PASSED_ON if main else ())}
     try:
         yield
     finally:

@@ -1,13 +1,14 @@
-"""Options that cannot be done, or would be ignored: all are found before anything starts."""
+"""Invalid or unused options: all are found before anything starts."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gems.cli.data import APP_OPTIONS, add_data
-from gems.cli.options import add_plan, told
+from gems.cli.data import APP_OPTIONS, DATA
+from gems.cli.options import changed
+from gems.cli.plan_options import PLAN
 from gems.errors import GemsError, problems
 
 LEAST = {
@@ -15,13 +16,13 @@ LEAST = {
     "keep_checkpoints": 0, "num_classes": 1, "num_epochs": 1, "num_workers": 0, "parts": 1,
     "samples": 1, "save_every": 0, "seed": 0, "steps": 0, "times": 0, "warm_up": 0,
 }  # fmt: skip
-WITH_AUTO = ("--parts",)  # which says into how many micro-batches --batch-size is cut
+WITH_AUTO = ("--parts",)  # which splits --batch-size into micro-batches
 
 
 def reject(given: argparse.Namespace) -> None:
     """Raise one error with all that is wrong with the options of `gems train` or `gems eval`."""
-    checks = (_small, _of_the_app, _with_auto, *TRAINING, *JUDGING)
-    if found := [fault for check in checks for fault in check(given)]:
+    checks = (_small, _of_the_app, _with_auto, _rates, _folder, _shown)
+    if found := [problem for check in checks for problem in check(given)]:
         raise GemsError(
             found[0] if len(found) == 1 else problems("these options are wrong:", found)
         )
@@ -31,8 +32,8 @@ def reject(given: argparse.Namespace) -> None:
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
-    """What the library says of bad values is what the command line says."""
+def as_gems_error() -> Iterator[None]:
+    """Errors of the library about bad values, as errors of the command line."""
     try:
         yield
     except GemsError:
@@ -55,14 +56,14 @@ def _small(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _of_the_app(given: argparse.Namespace) -> Iterator[str]:
-    for flag in told(given, add_data):
+    for flag in changed(given, DATA):
         apps = APP_OPTIONS.get(flag)
         if apps is not None and given.app not in apps:
             yield f"{flag} is for --app {' or '.join(apps)}, not {given.app}; leave it out"
 
 
 def _with_auto(given: argparse.Namespace) -> Iterator[str]:
-    if given.auto and (extra := [f for f in told(given, add_plan) if f not in WITH_AUTO]):
+    if given.auto and (extra := [f for f in changed(given, PLAN) if f not in WITH_AUTO]):
         yield f"--auto {given.auto} lets the planner choose; leave out {', '.join(extra)}"
 
 
@@ -77,7 +78,7 @@ def _rates(given: argparse.Namespace) -> Iterator[str]:
 
 def _folder(given: argparse.Namespace) -> Iterator[str]:
     if getattr(given, "resume", False) and given.overwrite:
-        yield "--resume goes on and --overwrite starts over; give one of them"
+        yield "--resume continues and --overwrite starts over; give one of them"
     if not getattr(given, "save", True) and given.save_every:
         yield f"--save-every {given.save_every} and --no-save: give one of them"
     if getattr(given, "export", None) is not None:
@@ -90,7 +91,3 @@ def _folder(given: argparse.Namespace) -> Iterator[str]:
 def _shown(given: argparse.Namespace) -> Iterator[str]:
     if getattr(given, "shown_class", None) and not (given.heat_map and given.app == "medical"):
         yield f"--shown-class {given.shown_class} is for heat maps, which --app medical has"
-
-
-TRAINING: tuple[Callable[[argparse.Namespace], Iterator[str]], ...] = (_rates, _folder)
-JUDGING: tuple[Callable[[argparse.Namespace], Iterator[str]], ...] = (_shown,)

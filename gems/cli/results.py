@@ -1,4 +1,4 @@
-"""The end of a training run: what came out, printed, drawn, and on one page."""
+"""The end of a training run: its summary, pictures and report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def finish(job: Job, maps: list[Path]) -> None:
-    """Rank 0 says how it went, and writes pictures of the last step and the report."""
+    """Rank 0 prints a summary, and writes pictures of the last step and the report."""
     if not job.first:
         return
     facts = _facts(job)
@@ -55,7 +55,7 @@ def _facts(job: Job) -> dict[str, str]:
         facts["speed"] = f"{job.pace.steady:.1f} images/s"
     if job.timeline is not None:
         peaks = [size(memory.total) for memory in job.timeline.peaks]
-        facts["live bytes at most"] = ", ".join(peaks) + " (rank by rank)"
+        facts["peak memory"] = ", ".join(peaks) + " (rank by rank)"
     for name in job.journal.names("eval"):
         if name != "epoch":
             facts[f"{name}, {len(job.rest)} held-out samples"] = _last(job.journal, name)
@@ -64,7 +64,7 @@ def _facts(job: Job) -> dict[str, str]:
 
 def _last(journal: Journal, name: str) -> str:
     found = journal.of("eval", name)
-    return f"{found[-1][1]:.4f}" if found else "nothing to say"
+    return f"{found[-1][1]:.4f}" if found else "undefined"
 
 
 def _charts(journal: Journal) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_machine, add_model, add_plan, plan_from, studied
+from gems.cli.model_options import MODEL, studied
+from gems.cli.options import add_options, machine_option, path
+from gems.cli.plan_options import PLAN, plan_from
 from gems.draw.table import report
 from gems.draw.text import text
 from gems.files import to_json, write
@@ -18,14 +19,17 @@ from gems.predict.stage_costs import price
 from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
 
+OPTIONS = {
+    "--machine": machine_option("machine whose costs are estimated (default: unit costs)", None),
+    "--out": path("write the timeline as JSON, for gems draw"),
+}
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("simulate", help="time a step on paper", description=__doc__)
-    add_plan(parser)
-    add_model(parser)
-    add_machine(parser, "what to estimate the model on (default: unit costs)", None)
-    put = parser.add_argument
-    put("--out", type=Path, metavar="FILE", help="write the timeline as JSON, for gems draw")
+    add_options(parser, PLAN, "parallel plan")
+    add_options(parser, MODEL, "model")
+    add_options(parser, OPTIONS)
     parser.set_defaults(run=run)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from gems.cli.options import add_model, studied
+from gems.cli.model_options import MODEL, studied
+from gems.cli.options import add_options, path
 from gems.draw.table import table
 from gems.draw.units import size
 from gems.files import to_json, write
@@ -15,8 +15,8 @@ from gems.hardware import machine
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("trace", help="list the blocks of a model", description=__doc__)
-    add_model(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the graph as JSON")
+    add_options(parser, MODEL, "model")
+    add_options(parser, {"--out": path("write the graph as JSON")})
     parser.set_defaults(run=run)
 
 

@@ -86,7 +86,7 @@ class Boxed:
                     self._ahead[place, image] = future
 
     def forget(self) -> None:
-        """Let go of what was read ahead and never fetched. It can still be read."""
+        """Drop what was read ahead and never fetched. It can still be read."""
         with self._lock:
             for future in self._ahead.values():
                 future.cancel()

@@ -140,15 +140,15 @@ def _binary(name: str, content: bytes) -> Rows:
 def _python(name: str, content: bytes) -> Rows:
     """A pickled dict with `data` and `labels`; the keys are bytes where Python 2 wrote it."""
     try:
-        told = _Plain(io.BytesIO(content), encoding="bytes").load()
+        found = _Plain(io.BytesIO(content), encoding="bytes").load()
     except GemsError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise GemsError(f"{name} cannot be read: {short(error, 200)}; it is damaged") from error
-    if not isinstance(told, dict):
-        raise GemsError(f"{name} holds a {type(told).__name__}, not the dict of CIFAR-10")
-    told = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in told.items()}
-    data, labels = getattr(told.get("data"), "pixels", None), told.get("labels")
+    if not isinstance(found, dict):
+        raise GemsError(f"{name} holds a {type(found).__name__}, not the dict of CIFAR-10")
+    found = {k.decode("latin1") if isinstance(k, bytes) else k: v for k, v in found.items()}
+    data, labels = getattr(found.get("data"), "pixels", None), found.get("labels")
     if not isinstance(data, np.ndarray) or data.shape[1:] != (RECORD,):
         raise GemsError(f"{name} has no `data` of {RECORD} bytes per picture")
     if not isinstance(labels, list) or len(labels) != len(data):
@@ -159,7 +159,7 @@ def _python(name: str, content: bytes) -> Rows:
 
 
 # A pickle calls functions by name. Those of an array's pickle would make any array of any memory
-# (numpy.ndarray can be told that some bytes are pointers to objects), so these take their places.
+# (numpy.ndarray can be found that some bytes are pointers to objects), so these take their places.
 
 
 class _Array:
@@ -206,7 +206,7 @@ def _frombuffer(content: Any, dtype: Any, shape: Any, order: Any = "C") -> _Arra
 
 
 class _Plain(pickle.Unpickler):
-    """Makes arrays and plain values, and refuses everything else that a pickle could run."""
+    """Makes arrays and plain values, and rejects everything else that a pickle could run."""
 
     ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy", "ndarray"): _Array,

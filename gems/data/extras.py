@@ -1,4 +1,4 @@
-"""Packages that only some data needs, imported when it is read."""
+"""Optional packages, imported when data needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gems.errors import GemsError
 
 
 def extra(name: str) -> Any:
-    """The module of this name, or an error that says how to install it."""
+    """The module of this name, or an error that names the package to install."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

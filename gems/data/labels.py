@@ -17,7 +17,7 @@ SAMPLE = ("slide", "slide_id", "file", "image", "volume")  # names of the first 
 
 @dataclass(frozen=True)
 class Table:
-    """What a CSV file says. Slides are named by their file, with or without its ending."""
+    """The rows of a CSV file. Slides are named by their file, with or without its ending."""
 
     path: Path
     slides: dict[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Table:
         return {*self.slides, *self.tiles}
 
     def of(self, path: Path) -> str | dict[tuple[int, int], str] | None:
-        """The label of a file, or of each of its tiles by x and y; None where nothing is said."""
+        """The label of a file, or of each of its tiles by x and y; None without a label."""
         for name in (path.name, path.stem):
             if name in self.slides:
                 return self.slides[name]
@@ -60,14 +60,14 @@ def read_table(path: str | Path) -> Table:
                 )
             table = Table(path)
             for line, row in enumerate(rows, 2):
-                if fault := _enter(table, row, name, "x" in columns):
-                    found.append(f"line {line}: {fault}")
+                if problem := _enter(table, row, name, "x" in columns):
+                    found.append(f"line {line}: {problem}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise GemsError(
             f"{path} cannot be read as a table of labels: {error}; save it as CSV in UTF-8"
         ) from error
     if found:
-        raise GemsError(problems(f"{path} has faults", found[:20]))
+        raise GemsError(problems(f"{path} has wrong lines", found[:20]))
     return table
 
 

@@ -1,6 +1,6 @@
 """Batches of a source, in an order that depends on the seed and the epoch alone.
 
-Workers are threads. OpenSlide and the decoders of TIFF, JPEG and HDF5 let go of Python's lock while
+Workers are threads. OpenSlide and the decoders of TIFF, JPEG and HDF5 release Python's lock while
 they work, so threads read at the same time: on two cores that were busy with other work besides, 2
 read 1.3 times as many tiles as 1. They share caches and open files, and cannot outlive the process
 as forgotten children would. `benchmarks/slides` has the figures.
@@ -32,7 +32,7 @@ class Loader:
 
     `epoch(3, start=7)` continues in the middle of an epoch exactly where one left off. Every rank
     makes its own loader with the same arguments; each then reads only the boxes of its own tile.
-    `last` says what becomes of a batch that the epoch ends in the middle of; `dtype` is what images
+    `last` is whether an incomplete last batch is kept or dropped; `dtype` is what images
     are given as.
     """
 
@@ -153,7 +153,7 @@ class Loader:
         return change.turn(self._named(index, self.source.target, change.source(box, shape[1:])))
 
     def _named(self, index: int, read: Callable[[int, Box], T], box: Box) -> T:
-        """What `read` gives; what it raises says of which sample."""
+        """What `read` gives; errors name the sample."""
         try:
             return read(index, box)
         except Exception as error:

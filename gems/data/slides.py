@@ -25,7 +25,7 @@ from gems.errors import GemsError, note, problems
 log = logging.getLogger(__name__)
 FOLDERS = "folders"
 MASKS = 4  # that stay open: pictures of them are decoded whole
-Said: TypeAlias = "str | dict[tuple[int, int], str]"  # the label of a slide, or of its tiles
+SlideLabel: TypeAlias = "str | dict[tuple[int, int], str]"  # the label of a slide, or of its tiles
 
 
 class Slides:
@@ -36,8 +36,8 @@ class Slides:
     mpp, magnification, level
                     at most one: microns per pixel, the power of an objective, or a level of the
                     file (0, the largest, unless told); the nearest finer level is read and averaged
-    labels          a CSV file (`slide,label`, or `slide,x,y,label`, which then also says which
-                    tiles there are), or "folders": the class is the name of the slide's folder
+    labels          a CSV file (`slide,label`, or `slide,x,y,label`, which then also lists
+                    the tiles), or "folders": the class is the name of the slide's folder
     masks           to segment: a folder of pictures or TIFFs of class numbers, named like slides
     names           of the classes in order; needed with masks, else sorted from the labels
     tissue          the share of a tile that must be tissue; 0 takes all tiles
@@ -82,13 +82,13 @@ class Slides:
         self._masks: Handles[Mask] | None = None if masks is None else Handles(Mask, MASKS)
         self._folder = None if masks is None else Path(masks).absolute()
         files = [f for f in _files(path) if self._folder not in f.parents]
-        said, table = _labels(files, labels)
-        found = self._found([f for f in files if labels is None or f in said], said)
+        known, table = _labels(files, labels)
+        found = self._found([f for f in files if labels is None or f in known], known)
         self.unreadable |= _lost(files, table)
         self._report(bad)
         if not found:
             heading = f"{path} has no tiles of {tile} pixels with {tissue:.0%} tissue or more"
-            raise GemsError(problems(heading, _told(self.unreadable)))
+            raise GemsError(problems(heading, _reasons(self.unreadable)))
         tags = [tag for _, part in found for tag in part]
         values = table.values if table is not None else set(tags)
         self.names = numbered(values, None if names is None else tuple(names))
@@ -162,12 +162,14 @@ class Slides:
         """The coordinates of each slide's tiles as HDF5, as CLAM writes them."""
         return [t.save(Path(folder) / f"{t.path.stem}.h5") for t in self.tiles]
 
-    def _found(self, files: list[Path], said: dict[Path, Said]) -> list[tuple[Tiles, list[str]]]:
+    def _found(
+        self, files: list[Path], known: dict[Path, SlideLabel]
+    ) -> list[tuple[Tiles, list[str]]]:
         """The tiles of each slide that has any, and their labels; what cannot be read is noted."""
         found = []
         for file in files:
             try:
-                tiles, tags = self._look(file, said.get(file))
+                tiles, tags = self._look(file, known.get(file))
             except GemsError as error:
                 self.unreadable[file] = str(error)
                 continue
@@ -177,7 +179,7 @@ class Slides:
                 log.info("%s has no tiles with tissue enough", file)
         return found
 
-    def _look(self, file: Path, label: Said | None) -> tuple[Tiles, list[str]]:
+    def _look(self, file: Path, label: SlideLabel | None) -> tuple[Tiles, list[str]]:
         raster = self._rasters.get(file)
         how = view(raster, **self._scale)
         if self._folder is not None:
@@ -195,25 +197,27 @@ class Slides:
         return Tiles(file, coords, self.tile, how), tags if label is not None else []
 
     def _report(self, bad: str) -> None:
-        """Stop, or say what is skipped."""
+        """Raise, or warn of the slides that are skipped."""
         if self.unreadable and bad == "stop":
-            raise GemsError(problems("slides cannot be read", _told(self.unreadable)))
+            raise GemsError(problems("slides cannot be read", _reasons(self.unreadable)))
         for path, why in self.unreadable.items():
             log.warning("skipping %s: %s", path, why)
 
 
-def _told(unreadable: dict[Path, str]) -> list[str]:
+def _reasons(unreadable: dict[Path, str]) -> list[str]:
     return [f"{path}: {why}" for path, why in unreadable.items()]
 
 
-def _labels(files: list[Path], labels: str | Path | None) -> tuple[dict[Path, Said], Table | None]:
-    """What is said of each slide, and the table that says it."""
+def _labels(
+    files: list[Path], labels: str | Path | None
+) -> tuple[dict[Path, SlideLabel], Table | None]:
+    """The labels of each slide, and the table they come from."""
     if labels is None:
         return {}, None
     if labels == FOLDERS:
         return {f: f.parent.name for f in files}, None
     table = read_table(labels)
-    return {f: said for f in files if (said := table.of(f)) is not None}, table
+    return {f: known for f in files if (known := table.of(f)) is not None}, table
 
 
 def _lost(files: list[Path], table: Table | None) -> dict[Path, str]:

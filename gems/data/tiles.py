@@ -86,7 +86,7 @@ def read_coords(path: str | Path, covered: int) -> npt.NDArray[np.int64]:
             told = None if told is None else int(told)
     except GemsError:
         raise
-    except Exception as error:  # HDF5 says what is damaged by errors of many kinds
+    except Exception as error:  # h5py reports damage by errors of many kinds
         raise GemsError(f"{path} has no coordinates of tiles: {error}") from error
     if told is not None and abs(int(told) - covered) > 1:
         raise GemsError(

@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
+from gems.data.extras import extra
+
 LEAST = 0.03  # saturation: below it all is glass, whatever the histogram looks like
+WINDOW = 5  # pixels over which saturation is averaged: pale fibres between nuclei count as tissue
 
 
 def tissue(thumbnail: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     """Which pixels of a picture (height x width x 3) are more colourful than Otsu's threshold."""
-    colour = _smooth(saturation(thumbnail))
-    return colour > max(otsu(colour), LEAST)
-
-
-def saturation(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """0 for grey, 1 for pure colours, as in HSV."""
-    high = pixels.max(axis=2).astype(np.float32)
-    return (high - pixels.min(axis=2)) / np.maximum(high, 1)
-
-
-def _smooth(values: npt.NDArray[np.float32], reach: int = 2) -> npt.NDArray[np.float32]:
-    """The mean of the pixels around each, so that pale fibres between nuclei count as tissue."""
-    width = 2 * reach + 1
-    for axis in (0, 1):
-        padded = np.pad(values, [(reach, reach) if a == axis else (0, 0) for a in (0, 1)], "edge")
-        parts = [np.take(padded, range(i, i + values.shape[axis]), axis) for i in range(width)]
-        values = np.stack(parts).mean(axis=0)
-    return values
-
-
-def otsu(values: npt.NDArray[Any], bins: int = 256) -> float:
-    """The threshold between two classes of values that differ most (Otsu 1979).
-
-    It maximises w0 w1 (m0 - m1)^2, of shares w and means m; the middle where several do.
-    """
-    count, edges = np.histogram(values, bins)
-    middle = (edges[:-1] + edges[1:]) / 2
-    below = np.cumsum(count)
-    above = below[-1] - below
-    total = np.cumsum(count * middle)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        apart = below * above * (total / below - (total[-1] - total) / above) ** 2
-    apart = np.nan_to_num(apart[:-1])
-    best = np.flatnonzero(apart >= apart.max() * (1 - 1e-12))
-    return float((edges[1 + best[0]] + edges[1 + best[-1]]) / 2)
+    saturation = extra("skimage.color").rgb2hsv(thumbnail)[..., 1]
+    smooth = extra("scipy.ndimage").uniform_filter(saturation, WINDOW, mode="nearest")
+    return smooth > max(extra("skimage.filters").threshold_otsu(smooth), LEAST)
 
 
 def shares(

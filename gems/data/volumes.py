@@ -19,7 +19,7 @@ from gems.data.source import Box, Image, Target, Task, spans
 from gems.errors import GemsError, problems, short
 
 HDF5 = {".h5", ".hdf5", ".hdf"}
-CODECS = ("zarr.json", ".zarray", ".zmetadata", ".zgroup")  # where Zarr says how arrays are coded
+CODECS = ("zarr.json", ".zarray", ".zmetadata", ".zgroup")  # where Zarr keeps the codecs of arrays
 LARGEST = 64 << 20  # characters of such a file
 MOST_CELLS = 2**45  # of one sample
 MOST_LABELS = 10**8
@@ -68,9 +68,9 @@ class Volumes:
         self._labels = np.empty(0, np.int64)
         known = None if names is None else tuple(names)
         if labels is not None:
-            said = self._said(labels)
-            self.names = numbered(said, known)
-            self._labels = np.array([self.names.index(x) for x in said], np.int64)
+            found = self._label_names(labels)
+            self.names = numbered(found, known)
+            self._labels = np.array([self.names.index(x) for x in found], np.int64)
         else:
             self.names = known or ()
         self.classes = len(self.names)
@@ -143,16 +143,16 @@ class Volumes:
         shape = sample if len(sample) == self.dims + 1 else (1, *sample)
         return shape, first[0] if self._many else len(self._files)
 
-    def _said(self, labels: str | Path) -> list[str]:
+    def _label_names(self, labels: str | Path) -> list[str]:
         """The label of each sample, from an array, an attribute or a table."""
         if str(labels).endswith(".csv"):
             if self._many:
                 raise GemsError(f"{labels} labels files, but {self.path} is one of many samples")
             table = read_table(labels)
-            said = [table.of(f) for f in self._files]
-            if lost := [str(f) for f, s in zip(self._files, said, strict=True) if s is None]:
+            found = [table.of(f) for f in self._files]
+            if lost := [str(f) for f, s in zip(self._files, found, strict=True) if s is None]:
                 raise GemsError(problems(f"{labels} has no label for", lost[:20]))
-            return [str(s) for s in said]
+            return [str(s) for s in found]
         most = self._count if self._many else 1
         values = [np.ravel(_values(f, str(labels), most)) for f in self._files]
         found = np.concatenate(values)
@@ -190,7 +190,7 @@ def _group(path: Path) -> Any:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """The libraries say what is damaged by errors of many kinds."""
+    """The libraries report damage by errors of many kinds."""
     try:
         yield
     except (GemsError, AssertionError):
@@ -200,8 +200,8 @@ def _readable(path: Path) -> Iterator[None]:
             f"{path}: a box of its arrays does not fit into memory ({error}); take smaller samples"
         ) from error
     except Exception as error:
-        said = f"{type(error).__name__}: {short(error, 300)}"
-        raise GemsError(f"{path} cannot be read as HDF5 or Zarr: {said}") from error
+        why = f"{type(error).__name__}: {short(error, 300)}"
+        raise GemsError(f"{path} cannot be read as HDF5 or Zarr: {why}") from error
 
 
 def _array(path: Path, name: str) -> Any:

@@ -1,7 +1,7 @@
 """A step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 One process per rank, with a thread for compute, one for messages and sums of gradients, and one for
-memory that is put away; a counter of live bytes by kind, and arrows from a send to the work that it
+offloaded memory; a counter of live bytes by kind, and arrows from a send to the work that it
 feeds.
 """
 
@@ -19,7 +19,7 @@ from gems.predict.timeline import KINDS, Timeline
 from gems.schedule.action import Kind
 
 COMPUTE, MESSAGES, AWAY = 0, 1, 2  # threads
-LANES = ("compute", "messages", "memory put away")
+LANES = ("compute", "messages", "offload")
 MICRO = 1e6  # the format counts microseconds; a unit of unit costs is shown as a second
 
 Entry = dict[str, Any]
@@ -40,8 +40,8 @@ def chrome(
         entries += [_slice(mark, pids) for mark in found]
         entries += _counters(side, pids)
         entries += _flows(found, pids, plan, first=len(entries))
-    said = heading(timeline) if below is None else difference(timeline, below)
-    about = {"title": title, "step": said}
+    summary = heading(timeline) if below is None else difference(timeline, below)
+    about = {"title": title, "step": summary}
     return json.dumps(
         {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about},
         separators=(",", ":"),

@@ -1,6 +1,6 @@
 """Two timelines of one plan side by side: on one clock, and how far they differ.
 
-One is usually predicted and the other measured. Differences are said of the second against the
+One is usually predicted and the other measured. Differences are of the second against the
 first: a step that was predicted at 800 ms and took 880 ms is +10%.
 """
 
@@ -45,7 +45,7 @@ def difference(first: Timeline, second: Timeline) -> str:
     lengths = first.seconds, second.seconds
     first, second = aligned(first, second)
     whole = all(units)
-    said = [
+    parts = [
         f"{one} step {seconds(first.seconds, whole)}, {other} {seconds(second.seconds, whole)} "
         f"({_percent(first.seconds, second.seconds)})"
     ]
@@ -54,16 +54,16 @@ def difference(first: Timeline, second: Timeline) -> str:
         of_kind = [k for k, (_, action) in before.items() if action.kind.value == key]
         if of_kind:
             spent = [sum(side[k][0].seconds for k in of_kind) for side in (before, after)]
-            said.append(f"{name} {_percent(*spent)}")
+            parts.append(f"{name} {_percent(*spent)}")
     apart = {k: abs(after[k][0].seconds - e.seconds) for k, (e, _) in before.items()}
     worst = max(apart, key=lambda k: apart[k], default=None)
     lasted = [seconds(side[worst][0].seconds, whole) for side in (before, after) if worst]
     if worst and lasted[0] != lasted[1]:
-        said.append(f"furthest off: {worst[1]} on rank {worst[0]}, {lasted[0]} → {lasted[1]}")
+        parts.append(f"furthest off: {worst[1]} on rank {worst[0]}, {lasted[0]} → {lasted[1]}")
     if units[0] != units[1]:
         side = 0 if units[0] else 1
-        said.append(f"a unit is {seconds((first, second)[side].seconds / lengths[side])}")
-    return " · ".join(said)
+        parts.append(f"a unit is {seconds((first, second)[side].seconds / lengths[side])}")
+    return " · ".join(parts)
 
 
 def _percent(before: float, after: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, floor, isfinite, log10
 
-from gems.draw.shapes import BOLD, SOFT, STAGES, legend, line, page, rect, steps, words
+from gems.draw.shapes import BOLD, SOFT, STAGES, caption, legend, line, page, rect, steps
 
 Points = Sequence[tuple[float, float]]
 
@@ -16,9 +16,9 @@ def curves(title: str, series: Mapping[str, Points]) -> str:
     """An SVG of one or several curves over one axis; what is not finite is left out."""
     shown = {name: [(x, y) for x, y in points if isfinite(y)] for name, points in series.items()}
     shown = {name: points for name, points in shown.items() if points}
-    body = [words(LEFT, 20, title, more=BOLD)]
+    body = [caption(LEFT, 20, title, more=BOLD)]
     if not shown:
-        return page(WIDTH, HEIGHT, title, [*body, words(LEFT, HEIGHT / 2, "nothing", fill=SOFT)])
+        return page(WIDTH, HEIGHT, title, [*body, caption(LEFT, HEIGHT / 2, "nothing", fill=SOFT)])
     xs, ys = zip(*(point for points in shown.values() for point in points), strict=True)
     marks, first, last = ticks(min(ys), max(ys)), min(xs), max(xs)
     across = (WIDTH - LEFT - RIGHT) / ((last - first) or 1)
@@ -30,9 +30,9 @@ def curves(title: str, series: Mapping[str, Points]) -> str:
     for tick in marks:
         _, y = place(first, tick)
         body.append(line(LEFT, y, WIDTH - RIGHT, y))
-        body.append(words(LEFT - 6, y + 4, f"{tick:.4g}", 11, SOFT, "end"))
+        body.append(caption(LEFT - 6, y + 4, f"{tick:.4g}", 11, SOFT, "end"))
     for x in dict.fromkeys((first, last)):
-        body.append(words(place(x, marks[0])[0], HEIGHT - 8, f"{x:g}", 11, SOFT, "middle"))
+        body.append(caption(place(x, marks[0])[0], HEIGHT - 8, f"{x:g}", 11, SOFT, "middle"))
     for points, colour in zip(shown.values(), STAGES, strict=False):
         spots = [place(*point) for point in points]
         body.append(steps(spots, colour))

@@ -39,18 +39,18 @@ def html(
     title: str = "",
     plan: Plan | None = None,
     below: Timeline | None = None,
-    cut: str = "",
+    partition: str = "",
     above: str = "",
 ) -> str:
-    """The page. `below` is another step of the same plan; `cut` an SVG to stand above the step,
+    """The page. `below` is another step of the same plan; `partition` an SVG above the step,
     `above` any HTML."""
     sides = (timeline,) if below is None else aligned(timeline, below)
     parts = {
         "title": escape(title or "One step"),
         "about": escape(described(plan) if plan else ""),
         "heading": escape(heading(timeline) if below is None else difference(timeline, below)),
-        "style": _read("page.css") + (_following() if cut else ""),
-        "cut": above + (f'<div class="cut">\n{cut}</div>' if cut else ""),
+        "style": _read("page.css") + (_following() if partition else ""),
+        "partition": above + (f'<div class="partition">\n{partition}</div>' if partition else ""),
         "numbers": escape("\n".join(report(side) for side in (timeline, below) if side)),
         "data": _embedded(_data(sides, plan)),
         "script": _read("page.js"),
@@ -64,7 +64,7 @@ def _read(name: str) -> str:
 
 def _following() -> str:
     return "".join(
-        f'.cut :not(.on)[{what}="{colour}"] {{ {what}: var({name}); }}\n'
+        f'.partition :not(.on)[{what}="{colour}"] {{ {what}: var({name}); }}\n'
         for what, colour, name in FOLLOWING
     )
 

@@ -1,7 +1,7 @@
 """Live bytes in characters: under the chart of a step, in its columns.
 
     rank 0  ▄▄▅▇██▇▅▄▄  5.0 MiB in all         the most in each column of time
-            ▁▁▂▅██▅▂▁▁  1.0 MiB stash          and each kind that comes and goes
+            ▁▁▂▅██▅▂▁▁  1.0 MiB activations          and each kind that varies
 
 Rows of one kind are drawn to one scale over all ranks, so that they can be compared.
 """

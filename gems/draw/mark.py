@@ -1,4 +1,4 @@
-"""An event as it is drawn: its kind in words, its colours, and what it says when pointed at."""
+"""An event as it is drawn: its kind in caption, its colours, and its tooltip."""
 
 from __future__ import annotations
 

@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gems.draw.compare import names
-from gems.draw.shapes import BOLD, FLOOR, INK, MEMORY, SOFT, area, legend, line, rect, steps, words
+from gems.draw.shapes import (
+    BOLD,
+    FLOOR,
+    INK,
+    MEMORY,
+    SOFT,
+    area,
+    caption,
+    legend,
+    line,
+    rect,
+    steps,
+)
 from gems.draw.units import size
 from gems.predict.timeline import KINDS, Memory, Timeline
 
@@ -30,16 +42,16 @@ def charts(
     peaks = [peak_of(timeline, rank) for rank in range(len(rows))]
     most = max(m.total for side in sides for m in _all(side)) or 1
     seen = [k for k in KINDS if any(getattr(m, k) for row in rows for _, m in row)]
-    drawn = [words(20, top, "Live bytes", 13, INK, more=BOLD)]
+    drawn = [caption(20, top, "Live bytes", 13, INK, more=BOLD)]
     lined = [(INK, f"line: {names(others[0], timeline)[0]}")] if others else []
     drawn += legend(left, top, [(MEMORY[kind], kind) for kind in seen] + lined)
     top += 14
     for rank, row in enumerate(rows):
         floor = top + PITCH * rank + HIGH
         drawn.append(rect(left, floor - HIGH, right - left, HIGH, FLOOR))
-        drawn.append(words(left - 12, floor - HIGH + 18, f"rank {rank}", 12, INK, "end"))
-        said = f"peak {size(peaks[rank].total)}"
-        drawn.append(words(left - 12, floor - HIGH + 34, said, 10, SOFT, "end"))
+        drawn.append(caption(left - 12, floor - HIGH + 18, f"rank {rank}", 12, INK, "end"))
+        label = f"peak {size(peaks[rank].total)}"
+        drawn.append(caption(left - 12, floor - HIGH + 34, label, 10, SOFT, "end"))
         drawn += _stack(row, seen, across, right, floor, HIGH / most)
         height = floor - HIGH * peaks[rank].total / most
         drawn.append(line(left, height, right, height, "#cbd2d9"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import floor, isfinite, log, log10
 
 from gems.draw.curves import ticks
-from gems.draw.shapes import BOLD, INK, PAPER, SOFT, STAGES, dot, legend, line, page, steps, words
+from gems.draw.shapes import BOLD, INK, PAPER, SOFT, STAGES, caption, dot, legend, line, page, steps
 
 Place = Callable[[float, float], tuple[float, float]]
 
@@ -24,13 +24,13 @@ ROW, LEAST = 16.0, 320.0  # of the list, and of the chart
 
 @dataclass(frozen=True)
 class Point:
-    """A way of a family, at (x, y); `said` is where it was predicted."""
+    """A way of a family, at (x, y); `predicted` is the predicted place."""
 
     name: str
     family: str
     x: float
     y: float
-    said: tuple[float, float] | None = None
+    predicted: tuple[float, float] | None = None
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -46,10 +46,10 @@ def scatter(title: str, points: Sequence[Point], across: str, up: str) -> str:
     """An SVG; `across` and `up` say what the axes are. What is not finite is left out."""
     points = [p for p in points if isfinite(p.x) and isfinite(p.y)]
     height = TOP + BOTTOM + max(LEAST, ROW * (len(points) + 1))
-    body = [words(LEFT, 22, title, 14, more=BOLD)]
+    body = [caption(LEFT, 22, title, 14, more=BOLD)]
     if not points:
-        return page(WIDTH, height, title, [*body, words(LEFT, height / 2, "nothing", fill=SOFT)])
-    spots = [(p.x, p.y) for p in points] + [p.said for p in points if p.said]
+        return page(WIDTH, height, title, [*body, caption(LEFT, height / 2, "nothing", fill=SOFT)])
+    spots = [(p.x, p.y) for p in points] + [p.predicted for p in points if p.predicted]
     xs, ys = zip(*spots, strict=True)
     (columns, along), (rows, above) = _scale(xs), _scale(ys)
     bottom = height - BOTTOM
@@ -93,12 +93,12 @@ def _axes(
     for tick in rows:
         _, y = place(columns[0], tick)
         drawn.append(line(LEFT, y, LEFT + CHART, y))
-        drawn.append(words(LEFT - 8, y + 4, f"{tick:g}", 11, SOFT, "end"))
+        drawn.append(caption(LEFT - 8, y + 4, f"{tick:g}", 11, SOFT, "end"))
     for tick in columns:
         x, _ = place(tick, rows[0])
-        drawn += [line(x, TOP, x, bottom), words(x, bottom + 16, f"{tick:g}", 11, SOFT, "middle")]
-    drawn.append(words(LEFT + CHART, bottom + 34, across, 11, INK, "end"))
-    drawn.append(words(LEFT - 8, TOP - 8, up, 11, INK, "start"))
+        drawn += [line(x, TOP, x, bottom), caption(x, bottom + 16, f"{tick:g}", 11, SOFT, "middle")]
+    drawn.append(caption(LEFT + CHART, bottom + 34, across, 11, INK, "end"))
+    drawn.append(caption(LEFT - 8, TOP - 8, up, 11, INK, "start"))
     return drawn
 
 
@@ -113,10 +113,10 @@ def _stairs(spots: list[tuple[float, float]]) -> str:
 def _drawn(point: Point, colour: str, place: Place) -> list[str]:
     x, y = place(point.x, point.y)
     drawn = []
-    if point.said:
-        u, v = place(*point.said)
+    if point.predicted:
+        u, v = place(*point.predicted)
         drawn.append(line(u, v, x, y, colour))
-        tip = f"{point.name}, predicted: {point.said[0]:.4g}, {point.said[1]:.4g}"
+        tip = f"{point.name}, predicted: {point.predicted[0]:.4g}, {point.predicted[1]:.4g}"
         drawn.append(dot(u, v, 4, PAPER, tip, f'stroke="{colour}"'))
     drawn.append(dot(x, y, 5, colour, f"{point.name}: {point.x:.4g}, {point.y:.4g}"))
     return drawn
@@ -129,21 +129,21 @@ def _numbers(spots: list[tuple[float, float]]) -> list[str]:
         corners = [(x + dx, y + dy) for dx in (10, -10) for dy in (-9, 9)]
         others = [spot for spot in taken if spot != (x, y)]
 
-        def room(corner: tuple[float, float], others=others) -> float:
+        def distance(corner: tuple[float, float], others=others) -> float:
             return min((abs(corner[0] - u) + abs(corner[1] - v) for u, v in others), default=99.0)
 
-        u, v = max(corners, key=lambda corner: min(room(corner), 24.0))
+        u, v = max(corners, key=lambda corner: min(distance(corner), 24.0))
         taken.append((u, v))
-        drawn.append(words(u, v + 3.5, str(number), 10, INK, "middle"))
+        drawn.append(caption(u, v + 3.5, str(number), 10, INK, "middle"))
     return drawn
 
 
 def _listed(points: Sequence[Point], best: list[Point], colours: dict[str, str]) -> list[str]:
     left = LEFT + CHART + 28
-    drawn = [words(left, TOP, "bold: on the front; hollow: predicted", 10, SOFT)]
+    drawn = [caption(left, TOP, "bold: on the front; hollow: predicted", 10, SOFT)]
     for number, point in enumerate(points, 1):
         y = TOP + ROW * number + 4
         drawn.append(dot(left + 4, y - 4, 4, colours[point.family], point.family))
-        said = f"{number}  {point.name}: {point.x:.4g}, {point.y:.3g}"
-        drawn.append(words(left + 14, y, said, 11, INK, more=BOLD if point in best else ""))
+        label = f"{number}  {point.name}: {point.x:.4g}, {point.y:.3g}"
+        drawn.append(caption(left + 14, y, label, 11, INK, more=BOLD if point in best else ""))
     return drawn

@@ -44,15 +44,15 @@ def rect(x: float, y: float, width: float, height: float, fill: str, more: str =
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, tip: str) -> str:
-    """A rectangle that stands for an action and says so when pointed at."""
+    """A rectangle of an action, with a tooltip."""
     shape = rect(x, y, width, height, fill, 'class="box" rx="2"')
     return f"{shape[:-2]}><title>{escape(tip)}</title></rect>"
 
 
-def words(
+def caption(
     x: float,
     y: float,
-    said: str,
+    text: str,
     size: int = 12,
     fill: str = INK,
     anchor: str = "start",
@@ -60,7 +60,7 @@ def words(
 ) -> str:
     return (
         f'<text x="{_n(x)}" y="{_n(y)}" font-size="{size}" fill="{fill}" '
-        f'text-anchor="{anchor}"{" " + more if more else ""}>{escape(said)}</text>'
+        f'text-anchor="{anchor}"{" " + more if more else ""}>{escape(text)}</text>'
     )
 
 
@@ -76,7 +76,7 @@ def steps(points: list[tuple[float, float]], stroke: str) -> str:
 
 
 def dot(x: float, y: float, radius: float, fill: str, tip: str, more: str = "") -> str:
-    """A disc that says what it is when pointed at."""
+    """A disc with a tooltip."""
     drawn = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"'
     return f"{drawn}{' ' + more if more else ''}><title>{escape(tip)}</title></circle>"
 
@@ -116,7 +116,7 @@ def legend(x: float, y: float, entries: list[tuple[str, str]]) -> list[str]:
     """Swatches with their names, left to right."""
     drawn = []
     for fill, name in entries:
-        drawn += [rect(x, y - 9, 11, 11, fill, 'rx="2"'), words(x + 16, y, name, 11, SOFT)]
+        drawn += [rect(x, y - 9, 11, 11, fill, 'rx="2"'), caption(x + 16, y, name, 11, SOFT)]
         x += 16 + 6.2 * len(name) + 18
     return drawn
 

@@ -6,7 +6,7 @@ rank 0  [F0][F1]    [B0]...              compute: big boxes, pale in the second 
         0     5     10                   time
 rank 0  ▁▂▃▃▂▁                           live bytes by kind, peak labelled
 
-With a second step to set it over, every lane has two rows, and a line says how far they differ.
+With a second step to set it over, every lane has two rows, and a line has their difference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from math import floor, log10
 from gems.draw.compare import aligned, difference, names
 from gems.draw.mark import Mark, entries, marks
 from gems.draw.memory import Across, charts
-from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, legend, line, page, rect, words
+from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, caption, legend, line, page, rect
 from gems.draw.units import counts_units, described, heading, scale, stages_of
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
 from gems.schedule.action import Action
 
 WIDTH, LEFT, RIGHT = 1200, 110, 24
-THIN, GAP = 5, 12  # the strip of messages under the boxes, and the air between two lanes
+THIN, GAP = 5, 12  # the row of messages under the boxes, and the air between two lanes
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def svg(
 
 def _header(timeline: Timeline, title: str, plan: Plan | None, below: Timeline | None) -> list[str]:
     known = described(plan) if plan else ""
-    drawn = [words(20, 28, title or known or "One step", 17, INK, more=BOLD)]
+    drawn = [caption(20, 28, title or known or "One step", 17, INK, more=BOLD)]
     if below is None:
-        drawn.append(words(WIDTH - RIGHT, 28, heading(timeline), 13, SOFT, "end"))
+        drawn.append(caption(WIDTH - RIGHT, 28, heading(timeline), 13, SOFT, "end"))
     else:
-        drawn.append(words(20, 72, difference(timeline, below), 12, INK))
+        drawn.append(caption(20, 72, difference(timeline, below), 12, INK))
     if title and plan:
-        drawn.append(words(WIDTH - RIGHT, 48, known, 11, SOFT, "end"))
+        drawn.append(caption(WIDTH - RIGHT, 48, known, 11, SOFT, "end"))
     return drawn
 
 
@@ -109,9 +109,9 @@ def _stages(lanes: Lanes, plan: Plan | None) -> list[str]:
     drawn = []
     for rank in range(lanes.ranks):
         top = lanes.row(rank)
-        drawn.append(words(LEFT - 12, top + (12 if plan else 18), f"rank {rank}", 12, INK, "end"))
+        drawn.append(caption(LEFT - 12, top + (12 if plan else 18), f"rank {rank}", 12, INK, "end"))
         if plan:
-            drawn.append(words(LEFT - 12, top + 26, stages_of(plan, rank), 10, SOFT, "end"))
+            drawn.append(caption(LEFT - 12, top + 26, stages_of(plan, rank), 10, SOFT, "end"))
     return drawn
 
 
@@ -119,9 +119,9 @@ def _sides(lanes: Lanes, called: tuple[str, str]) -> list[str]:
     """The names of the lanes, and of the two steps in each."""
     drawn = []
     for rank in range(lanes.ranks):
-        drawn.append(words(20, lanes.row(rank) + 14, f"{rank}", 13, INK, more=BOLD))
+        drawn.append(caption(20, lanes.row(rank) + 14, f"{rank}", 13, INK, more=BOLD))
         for side, name in enumerate(called):
-            drawn.append(words(LEFT - 12, lanes.row(rank, side) + 14, name, 11, SOFT, "end"))
+            drawn.append(caption(LEFT - 12, lanes.row(rank, side) + 14, name, 11, SOFT, "end"))
     return drawn
 
 
@@ -136,19 +136,19 @@ def _boxes(found: list[Mark], across: Across, whole: bool, lanes: Lanes, side: i
             continue
         gap = min(0.8, width / 4)
         drawn.append(box(left + gap / 2, top, width - gap, lanes.bar, mark.fill, tip))
-        if said := _fitting(mark.action, width):
+        if label := _fitting(mark.action, width):
             base = top + lanes.bar / 2 + 4.5
             more = 'pointer-events="none"'
-            drawn.append(words(left + width / 2, base, said, 12, mark.ink, "middle", more))
+            drawn.append(caption(left + width / 2, base, label, 12, mark.ink, "middle", more))
     return drawn
 
 
 def _fitting(action: Action, width: float) -> str:
     """The micro-batch, with the letter if the box is wide, or nothing."""
     number = str(action.micro_batch)
-    for said in (f"{action.kind.value}{number}", number):
-        if width >= 7.4 * len(said) + 2:
-            return said
+    for label in (f"{action.kind.value}{number}", number):
+        if width >= 7.4 * len(label) + 2:
+            return label
     return ""
 
 
@@ -160,7 +160,7 @@ def _axis(length: float, whole: bool, lanes: Lanes) -> list[str]:
         x = LEFT + n * step * size / length * (WIDTH - LEFT - RIGHT)
         drawn.append(line(x, lanes.top - 4, x, lanes.bottom))
         label = f"{n * step:g}" + (f" {name}" if n == 0 else "")
-        drawn.append(words(x, lanes.bottom + 14, label, 11, SOFT, "middle"))
+        drawn.append(caption(x, lanes.bottom + 14, label, 11, SOFT, "middle"))
     return drawn
 
 

@@ -9,7 +9,7 @@ from gems.predict.timeline import KINDS, Timeline
 
 
 def table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
-    """Aligned text; a column of numbers is set to the right, one of words to the left.
+    """Aligned text; a column of numbers is set to the right, others to the left.
 
     >>> print(table([("gpipe", 12), ("1f1b", 9)], ("schedule", "length")), end="")
     schedule  length

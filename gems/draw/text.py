@@ -37,22 +37,22 @@ class Columns:
 def text(timeline: Timeline, width: int = 120, below: Timeline | None = None) -> str:
     """The chart, at most `width` characters wide; `below` is another step of the same plan.
 
-    If every time is a whole number and there is room, a column is a step of time and the chart is
-    exact; otherwise time is scaled, and short actions show only their letter.
+    If every time is a whole number and the width allows, a column is a step of time and exact;
+    otherwise time is scaled, and short actions show only their letter.
     """
     sides = (timeline,) if below is None else aligned(timeline, below)
-    said = heading(timeline) if below is None else difference(timeline, below)
+    summary = heading(timeline) if below is None else difference(timeline, below)
     called = ("",) if below is None else tuple(f"{name}  " for name in names(timeline, below))
     grid = columns(sides, width - max(map(len, called)))
     if grid is None:
-        return said + "\n"
+        return summary + "\n"
     charts = [_rows(side, grid) for side in sides]
     lines = []
     for rank in range(timeline.ranks):
         for side, name in enumerate(called):
             title = margin(timeline, rank if side == 0 else None)
             lines.append(f"{title}{name:>{max(map(len, called))}}{charts[side][rank]}".rstrip())
-    return "\n".join((said, *lines)) + "\n"
+    return "\n".join((summary, *lines)) + "\n"
 
 
 def margin(timeline: Timeline, rank: int | None) -> str:
@@ -69,9 +69,9 @@ def columns(sides: tuple[Timeline, ...], width: int) -> Columns | None:
     cell = max(len(label) for side in sides for label in _labels(_computed(side))) + 1
     step = _step(boxes) if all(map(counts_units, sides)) else 0
     length = max(side.seconds for side in sides)
-    room = width - len(margin(sides[0], 0))
-    exact = step > 0 and length / step * cell <= room + 1
-    per_second = cell / step if exact else room / length
+    columns = width - len(margin(sides[0], 0))
+    exact = step > 0 and length / step * cell <= columns + 1
+    per_second = cell / step if exact else columns / length
     zero = min(event.start for side in sides for event in side.events)
     return Columns(zero, per_second, round(length * per_second), cell, exact)
 

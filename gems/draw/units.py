@@ -40,7 +40,7 @@ def size(value: float) -> str:
 
 
 def heading(timeline: Timeline) -> str:
-    """What one would say of a step first: its length, its bubble, and by which clock."""
+    """A step in one line: its length, its bubble, and by which clock."""
     length = seconds(timeline.seconds, counts_units(timeline))
     return f"step {length} · bubble {timeline.bubble:.1%} · {timeline.clock} clock"
 

@@ -24,17 +24,17 @@ class Adapter(Protocol):
         ...
 
     def recompute(self, stage: int, micro_batch: int) -> None:
-        """Run a forward again that kept only what it received, and keep all this time."""
+        """Recompute a forward that saved only its inputs, and save its activations."""
         ...
 
     def backward(
         self, stage: int, micro_batch: int, gradients: Sequence[Tensors], *, whole: bool
     ) -> Tensors:
-        """Gradients of what was received, given the outputs'. Not `whole`: weights come later."""
+        """Gradients of the inputs, given the outputs'. Not `whole`: those of weights follow."""
         ...
 
     def weight(self, stage: int, micro_batch: int) -> None:
-        """The weight gradients that were put off."""
+        """The deferred weight gradients."""
         ...
 
     def select(self, message: Message, tensors: Tensors) -> Tensors:
@@ -56,36 +56,36 @@ class Adapter(Protocol):
         ...
 
     def bucket(self, stage: int) -> list[Any]:
-        """What to sum over the holders of a stage, in place."""
+        """Gradients to all-reduce over the replica group of a stage, in place."""
         ...
 
     def scattered(self, stage: int) -> list[Any]:
-        """What to sum so that each holder has its own part, in place."""
+        """Gradients to reduce-scatter, so that each rank has its own shard, in place."""
         ...
 
     def unbucket(self, stage: int) -> None:
-        """The sums are there."""
+        """The reduced gradients are there."""
         ...
 
     def unshard(self, stage: int) -> tuple[list[Any], list[Work]]:
-        """Make room for a stage's weights: what to gather, if each holder has a part, and what is
-        under way from where it was put away."""
+        """Allocate a stage's weights: what to all-gather, if they are sharded, and what is being
+        loaded, if they are offloaded."""
         ...
 
     def reshard(self, stage: int) -> None:
-        """Let go of all weights of a stage but the own part."""
+        """Free all weights of a stage but the own shard."""
         ...
 
     def store(self, stage: int, micro_batch: int) -> list[Work]:
-        """Begin to put away what a micro-batch keeps on a stage."""
+        """Begin to offload what a micro-batch saved on a stage."""
         ...
 
     def release_stored(self, stage: int, micro_batch: int) -> None:
-        """That is stored: its memory may go."""
+        """It is stored: free its memory."""
         ...
 
     def load(self, stage: int, micro_batch: int) -> list[Work]:
-        """Make room for it, and begin to fetch it."""
+        """Allocate it, and begin to load it."""
         ...
 
     def finish_load(self, stage: int, micro_batch: int) -> None:
@@ -93,11 +93,11 @@ class Adapter(Protocol):
         ...
 
     def activation_bytes(self, stage: int, micro_batch: int) -> int:
-        """Bytes that are kept for backward now, after forward or after recomputation."""
+        """Bytes that are saved for backward now, after forward or after recomputation."""
         ...
 
     def temporary_bytes(self, stage: int, micro_batch: int) -> int:
-        """Bytes that were live beside the stash while backward recomputed blocks."""
+        """Bytes that were live beside the activations while backward recomputed blocks."""
         ...
 
     def resident_memory(self) -> Memory:

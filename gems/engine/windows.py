@@ -1,4 +1,4 @@
-"""Carry out a run without end, one window per batch: what is under way at its end stays so."""
+"""Carry out an asynchronous pipeline, one window per batch; what is in flight stays so."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gems.schedule.lower.messages import receipts
 from gems.transport.protocol import Transport
 
 
-class Endless:
-    """One rank of a plan whose batches follow each other. The adapter is given two at a time, by
-    the names of `plan.on_end(2)`."""
+class AsynchronousPipeline:
+    """One rank of a flush-free pipeline. The adapter has two batches at a time, with micro-batches
+    numbered as in `plan.on_end(2)`."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Endless:
         self.going = True
         return self._run(part[batch % AT_ONCE], number, ends=False)
 
-    def rest(self, batch: int, number: int = 0) -> Timeline:
-        """What is left of the last batch. Nothing is under way then."""
-        found = self._run(self.windows.rest[batch % AT_ONCE], number, ends=True)
+    def drain(self, batch: int, number: int = 0) -> Timeline:
+        """Run the rest of the last batch. Nothing is in flight then."""
+        found = self._run(self.windows.drain[batch % AT_ONCE], number, ends=True)
         self.going = False
         return found
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from gems.plans.plan import BIDIRECTIONAL, Plan
 from gems.plans.recompute import WHOLE_STAGE
-from gems.predict.timeline import LIVE
+from gems.predict.timeline import IN_FLIGHT
 from gems.schedule.action import Kind
 from gems.schedule.build import build
 
@@ -60,7 +60,7 @@ def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
             again and a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row
         ]
         pairs = list(zip(row, later, strict=True))
-        live = accumulate(0 if wait else LIVE[a.kind] for a, wait in pairs)
+        live = accumulate(0 if wait else IN_FLIGHT[a.kind] for a, wait in pairs)
         inputs = accumulate(wait - (a.kind is Kind.RECOMPUTE) for a, wait in pairs)
         found.append((max(live), max(inputs)))
     return tuple(found)

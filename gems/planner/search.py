@@ -25,7 +25,7 @@ from gems.planner.request import Wish
 from gems.planner.two_buffers import step_seconds
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.predict.simulate import simulate
-from gems.predict.timeline import KINDS, LINKS, Memory
+from gems.predict.timeline import COLLECTIVES, KINDS, Memory
 from gems.schedule.action import Kind
 from gems.schedule.build import build
 from gems.schedule.greedy import least
@@ -266,7 +266,7 @@ class _Predict:
         workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
         pairs = zip(timeline.peaks, workspace, strict=True)
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
-        work = max(e.stop for e in timeline.events if not e.action.endswith(LINKS))
+        work = max(e.stop for e in timeline.events if not e.action.endswith(COLLECTIVES))
         length = timeline.seconds
         if self.plan.schedule == ASYNCHRONOUS:
             length = max(length, step_seconds(self.plan, self.staged, self.machine))

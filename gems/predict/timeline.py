@@ -8,8 +8,8 @@ from functools import cached_property
 
 from gems.schedule.action import Action, Kind, Schedule, parse_action
 
-LINKS = ("A", "U")  # how sums of gradients and gathers of weights end
-AWAY = frozenset("SL")  # what is in stores and loads, and in no other action
+COLLECTIVES = ("A", "U")  # how they end
+OFFLOADS = frozenset("SL")  # letters of stores and loads, and of no other action
 KINDS = ("weights", "gradients", "optimizer", "activations", "boundary", "communication")
 
 
@@ -35,7 +35,7 @@ class Event:
 class Memory:
     """Live bytes of one rank, by kind, right after an action (or at the peak of a step).
 
-    What is put `away`, on the host or on disk, is not on the device, and no part of the total.
+    What is `offloaded`, to the host or to disk, is no part of the total.
     """
 
     weights: int = 0
@@ -60,17 +60,17 @@ class Meter:
         self._total = self._most = resident.total
         self.peak = resident
         self.in_flight = self.max_in_flight = 0
-        self.stowed = 0  # what micro-batches have put away; what stands may be away as well
+        self.stored = 0  # bytes of activations that are offloaded; resident state may be as well
 
     @property
     def now(self) -> Memory:
         return Memory(**self._live)
 
-    def on(self) -> Meter:
-        """One that goes on from what is live now."""
+    def continued(self) -> Meter:
+        """A meter that begins with what is live now."""
         new = Meter(self.now)
         new.in_flight = new.max_in_flight = self.in_flight
-        new.stowed = self.stowed
+        new.stored = self.stored
         return new
 
     def add(self, kind: str, size: int) -> None:
@@ -89,55 +89,46 @@ class Meter:
         if self._total > self._most:
             self._most, self.peak = self._total, self.now
 
-    def keep(self, size: int) -> None:
-        """One more stash."""
-        self.in_flight += 1
+    def save(self, size: int, activations: bool = True) -> None:
+        """A forward saves activations, or only the inputs that it is recomputed from."""
+        self.in_flight += activations
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         self.add("activations", size)
 
-    def hold(self, size: int) -> None:
-        """What a stage received, kept in place of a stash."""
-        self.add("activations", size)
+    def recompute(self, inputs: int, activations: int) -> None:
+        """Activations in place of saved inputs."""
+        self.drop("activations", inputs)
+        self.save(activations)
 
-    def turn(self, held: int, size: int) -> None:
-        """What was held becomes a stash."""
-        self.drop("activations", held)
-        self.keep(size)
+    def free(self, size: int, activations: bool = True) -> None:
+        """Backward has used them."""
+        self.in_flight -= activations
+        self.drop("activations", size)
 
-    def put_away(self, size: int) -> None:
-        """A stash, or what is held in place of one, is being stored; it is still here, too."""
-        self.stowed += size
+    def begin_store(self, size: int) -> None:
+        """What a forward saved is copied to host or disk; it is still here, too."""
+        self.stored += size
         self.add("offloaded", size)
 
-    def let_go(self, size: int, *, counts: bool) -> None:
-        """It is stored, and its memory free; `counts`: it was a stash."""
-        self.in_flight -= counts
-        self.drop("activations", size)
+    end_store = free
 
-    def fetch(self, size: int, *, counts: bool) -> None:
-        """There is room for it again."""
-        self.keep(size) if counts else self.hold(size)
+    begin_load = save
 
-    def arrive(self, size: int) -> None:
-        """It is here, and nowhere else any more."""
-        self.stowed -= size
+    def end_load(self, size: int) -> None:
+        """It is here, and no longer on host or disk."""
+        self.stored -= size
         self.drop("offloaded", size)
 
-    def spike(self, size: int) -> None:
-        """For a moment there was more: what backward recomputes."""
-        self.add("activations", size)
-        self.drop("activations", size)
+    def spike(self, kind: str, size: int) -> None:
+        """For a moment there was more."""
+        self.add(kind, size)
+        self.drop(kind, size)
 
-    def release(self, size: int) -> None:
-        self.in_flight -= 1
-        self.drop("activations", size)
-
-    def settle(self, resident: Memory) -> None:
-        """What stands for itself (weights, gradients, optimizer) may have changed, and so may
-        what is put away of it."""
+    def set_resident(self, resident: Memory) -> None:
+        """Weights, gradients and optimizer state may have changed, on the device and offloaded."""
         for kind in ("weights", "gradients", "optimizer"):
             self._change(kind, getattr(resident, kind) - self._live[kind])
-        self._live["offloaded"] = resident.offloaded + self.stowed
+        self._live["offloaded"] = resident.offloaded + self.stored
         self._look()
 
 
@@ -145,9 +136,9 @@ class Meter:
 class Timeline:
     """The events of one step over all ranks, with live bytes at the end of each, if counted.
 
-    `clock` says what the seconds are: `wall`, `virtual` or `simulated`. `memory` has one row per
-    rank of (seconds, Memory); `peaks` the highest of each rank; `stashes` the most samples kept;
-    `links` the bytes that stages sent, as (source, target, bytes).
+    `clock` is what the seconds are: `wall`, `virtual` or `simulated`. `memory` has one row per rank
+    of (seconds, Memory); `peaks` the highest of each rank; `max_in_flight` the most micro-batches
+    whose activations it held; `links` the bytes that stages sent, as (source, target, bytes).
     """
 
     events: tuple[Event, ...]
@@ -170,12 +161,11 @@ class Timeline:
 
     @cached_property
     def _at_work(self) -> list[Event]:
-        """What ranks do themselves: in a simulated step, sums, gathers, stores and loads are the
-        links' work."""
+        """What ranks compute: in a simulated step, collectives, stores and loads run beside it."""
         if self.clock != "simulated":
             return list(self.events)
-        own = (e for e in self.events if not e.action.endswith(LINKS))
-        return [e for e in own if AWAY.isdisjoint(e.action)]
+        own = (e for e in self.events if not e.action.endswith(COLLECTIVES))
+        return [e for e in own if OFFLOADS.isdisjoint(e.action)]
 
     def busy(self, rank: int) -> float:
         return sum(e.seconds for e in self._at_work if e.rank == rank)
@@ -183,8 +173,8 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they did nothing."""
-        room = self.seconds * self.ranks
-        return 1 - sum(e.seconds for e in self._at_work) / room if room else 0.0
+        whole = self.seconds * self.ranks
+        return 1 - sum(e.seconds for e in self._at_work) / whole if whole else 0.0
 
     def share(self, wanted: Callable[[Action], bool]) -> float:
         """The share of the busy time that went into some kind of action."""
@@ -230,8 +220,8 @@ def merged(parts: list[Timeline]) -> Timeline:
     )
 
 
-# How many stashes more an action leaves; a forward that is recomputed leaves none.
-LIVE = {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.INPUT: 0, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+# By how much an action changes the number in flight; a forward that is recomputed does not.
+IN_FLIGHT = {Kind.FORWARD: 1, Kind.RECOMPUTE: 1, Kind.INPUT: 0, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
 
 
 def counted(schedule: Schedule) -> tuple[int, ...]:
@@ -244,7 +234,7 @@ def counted(schedule: Schedule) -> tuple[int, ...]:
             if action.computes and (
                 action.kind is not Kind.FORWARD or (action.stage, action.micro_batch) not in again
             ):
-                live += LIVE[action.kind]
+                live += IN_FLIGHT[action.kind]
                 peak = max(peak, live)
         most.append(peak)
     return tuple(most)

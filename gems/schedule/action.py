@@ -6,7 +6,7 @@ The text form is what one writes on a whiteboard, and it parses back:
     2I0      its input gradient                           2W0     its weight gradient
     2R0      recompute its forward, to have the activations that it did not save
     2S0      store its activations, on the host or on disk
-    2L0      load them again
+    2L0      load them back
     2F0<1    post the receive of 2F0's input from stage 1
     2F0>3    send 2F0's output to stage 3
     2B0<3    post the receive of 2B0's gradient from 3    2B0>1   send the input's gradient to 1
@@ -45,8 +45,8 @@ class Kind(str, Enum):
 
 # Of a stage, not of a micro-batch.
 OF_STAGE = (Kind.ALL_REDUCE, Kind.UNSHARD, Kind.RESHARD, Kind.OPTIMIZER_STEP)
-OFFLOADS = (Kind.STORE, Kind.LOAD)  # memory comes and goes, while other actions run
-COLLECTIVES = (Kind.ALL_REDUCE, Kind.UNSHARD)  # all holders of a stage take part
+OFFLOADS = (Kind.STORE, Kind.LOAD)  # of saved activations, while other actions run
+COLLECTIVES = (Kind.ALL_REDUCE, Kind.UNSHARD)  # of a stage's whole replica group
 
 
 class Message(NamedTuple):

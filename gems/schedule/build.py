@@ -34,7 +34,7 @@ PAPERS: dict[str, Callable[[Plan], Schedule]] = {
     "2bw": two_buffers.order,
     "l2l": l2l.order,
 }
-BY_SAMPLE = ("sequential", "gems")  # these know teams: each rank does one sample after the other
+BY_SAMPLE = ("sequential", "gems")  # these know spatial groups: one sample after the other
 ONE_STAGE_PER_RANK = ("1f1b", "zero-bubble", "2bw")
 ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble", "l2l")
 
@@ -42,8 +42,8 @@ ONE_DIRECTION = ("gpipe", "1f1b", "interleaved", "zero-bubble", "l2l")
 def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -> Schedule:
     """The compute order of one copy of the plan's pipeline.
 
-    Costs per stage and `memory`, the bytes a rank may keep for backward, steer the greedy orders;
-    the published ones are what they are. For a plan whose stages are cut over ranks, costs are
+    Costs per stage and `memory`, the bytes of activations that a rank may hold, steer the greedy
+    orders; the published ones are fixed. For a plan whose stages are tiled over ranks, costs are
     those of each rank (`Costs.shared`), and the order is that of whole stages, projected.
     """
     if "auto" in plan.recompute_by_stage:
@@ -62,7 +62,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
     try:
         order = _order(lanes, costs, memory)
     except PlanError as error:
-        note(error, "here every stage counts as one rank, whatever team it is cut over")
+        note(error, "here every stage counts as one rank, whatever spatial group it is tiled over")
         raise
     return project(order, lanes, one, costs)
 
@@ -76,7 +76,7 @@ def _order(plan: Plan, costs: Costs, memory: float | None) -> Schedule:
 
 
 def _alone(plan: Plan) -> Schedule:
-    """2BW of teams: each rank has one stage, hence the order of its stage."""
+    """2BW with spatial groups: each rank has one stage, hence the order of its stage."""
     if any(len(on) > 1 for on in plan.stages_on):
         raise PlanError(
             f"'2bw' puts one stage on each rank, but placement {plan.placement} lays several over "
@@ -91,7 +91,7 @@ def lowered(plan: Plan, costs: Costs | None = None, memory: float | None = None)
 
 
 def _fits(plan: Plan) -> None:
-    """Refuse placements that a published order does not know."""
+    """Reject placements that a published order does not know."""
     name = plan.schedule
     straight = plan.places[0] == tuple(s % plan.ranks for s in range(plan.depth))
     if name in ONE_DIRECTION and plan.bidirectional:

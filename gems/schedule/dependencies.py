@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from gems.plans.plan import Plan
@@ -60,20 +59,3 @@ def results(action: Action) -> tuple[Result, ...]:
     if action.way or action.kind in OF_STAGE:
         return ()
     return tuple(Result(what, action.stage, action.micro_batch) for what in RESULTS[action.kind])
-
-
-def collective_before(action: Action, plan: Plan, reduced: Sequence[int]) -> Action | None:
-    """The collective that must be complete before an action of a lowered schedule.
-
-    An optimizer step waits for the all-reduce of its gradients. Where weights are sharded or
-    offloaded, each compute action waits for its stage's unshard. Where gradients are freed once
-    they are reduced, an all-reduce waits for the one before it (`reduced` lists the stages so far),
-    so that whole gradients of one stage at most exist.
-    """
-    if action.kind is Kind.OPTIMIZER_STEP:
-        return Action(Kind.ALL_REDUCE, action.stage)
-    if action.computes and (plan.zero == 3 or "weights" in plan.offloaded_state):
-        return Action(Kind.UNSHARD, action.stage)
-    if action.kind is Kind.ALL_REDUCE and plan.frees_gradients and reduced:
-        return Action(Kind.ALL_REDUCE, reduced[-1])
-    return None

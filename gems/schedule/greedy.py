@@ -1,23 +1,23 @@
-"""The fastest order we can find under a cap on what each rank keeps for backward.
+"""The fastest order we can find under a limit on the activations that each rank holds.
 
-GEMS, GPipe, 1F1B and zero bubble are points of one continuum: how much a rank may keep, which
-directions exist, whether backward is split. Here a clock runs over the costs; whenever a rank is
-free it takes the most urgent action that is ready. The cap and the direction do the rest.
+GEMS, GPipe, 1F1B and zero bubble are points of one continuum: how many activations a rank may hold,
+which directions exist, whether backward is split. Here a clock runs over the costs; whenever a rank
+is free it takes the most urgent action that is ready. The limit and the direction do the rest.
 
 [Note: why admission cannot deadlock]
-A micro-batch is admitted to a rank when its first forward there begins, and takes room for all its
-stages on that rank at once; backward results it back stage by stage. The oldest sample that a rank
-has not admitted yet may always take what is free; a younger one only if room for one more, as
-large as any, remains. Let i be the oldest unfinished sample. On a rank that has not admitted it,
-everything live is younger, so the last of them left room enough for i when it was admitted. Hence
-i can proceed everywhere, finishes, and so does every sample after it.
+A micro-batch is admitted to a rank when its first forward there begins, and reserves memory for all
+its stages on that rank at once; backward frees it stage by stage. The oldest sample that a rank has
+not admitted yet may always take what is free; a younger one only if enough for one more, as large
+as any, remains. Let i be the oldest unfinished sample. On a rank that has not admitted it, all that
+is live is younger, so the last of them left enough for i when it was admitted. Hence i can proceed
+everywhere, finishes, and so does every sample after it.
 
-Where a stage keeps its inputs only, there are two rooms, each with its own cap and these same
-rules: one for what forward leaves, and one for what recomputation adds to it.
+Where a stage saves its inputs only, there are two budgets, each with these same rules: one for what
+forward saves, and one for what recomputation adds to it.
 
-Where the stash is put away, bytes do not limit how many samples are under way: of what forward
-leaves, no more than three stages' are here at a time. A cap on their number still does, and so do
-bytes if backward is split: from I on, a stash is here until W.
+Where activations are offloaded, bytes do not limit how many samples are in flight: of what forward
+saves, at most three stages' are on the device at a time. A limit on their number still does, and so
+do bytes if backward is split: from I on, activations are on the device until W.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ PRIORITIES: dict[str, Priority] = {
 IDLE: Priority = lambda a: ("IBFRW".index(a.kind.value), a.micro_batch, -a.stage)  # noqa: E731
 
 
-class _Room:
-    """A rank's memory for one kind of thing: what samples take of it, and which have it."""
+class _Budget:
+    """A rank's memory for one kind of bytes: what samples take of it, and which have it."""
 
-    def __init__(self, parts: list[dict[int, float]], cap: float) -> None:
-        self.parts, self.cap = parts, cap  # for each sample what each of its stages takes
+    def __init__(self, parts: list[dict[int, float]], limit: float) -> None:
+        self.parts, self.limit = parts, limit  # for each sample what each of its stages takes
         self.sizes = [sum(part.values()) for part in parts]
         self.largest = max(self.sizes)
         # Samples that want some of it and are not admitted yet, oldest first.
@@ -66,7 +66,7 @@ class _Room:
             return True
         reserve = 0.0 if sample == self.waiting[0] else self.largest
         rounding = 1e-9 * self.largest
-        return self.live + self.sizes[sample] + reserve <= self.cap + rounding
+        return self.live + self.sizes[sample] + reserve <= self.limit + rounding
 
     def admit(self, sample: int) -> None:
         if sample not in self.admitted:
@@ -80,9 +80,9 @@ class _Room:
 
 @dataclass
 class _Rank:
-    """What a rank is doing while the order is built. A kind of action may want to be admitted."""
+    """What a rank is doing while the order is built. Some kinds of action must be admitted."""
 
-    rooms: dict[Kind, _Room]
+    budgets: dict[Kind, _Budget]
     free_at: float = 0.0
     ready: list[tuple[tuple[int, ...], float, Action]] = field(default_factory=list)
     row: list[Action] = field(default_factory=list)
@@ -92,9 +92,9 @@ Shares = list[list[dict[int, float]]]  # of each rank and sample, stage by stage
 
 
 def shares(plan: Plan, costs: Costs | None) -> Shares:
-    """What each sample keeps on each rank, stage by stage: bytes, or without costs parts of one.
+    """What each sample saves on each rank, stage by stage: bytes, or without costs parts of one.
 
-    Where forward is recomputed this is what it leaves, and `recomputed` what comes on top.
+    Where forward is recomputed this is what it saves, and `recomputed` what comes on top.
     """
     kept = _each(plan, lambda s, i: costs[s].activations if costs else 1.0)
     if costs is None:
@@ -111,7 +111,7 @@ def shares(plan: Plan, costs: Costs | None) -> Shares:
 
 
 def recomputed(plan: Plan, costs: Costs | None) -> Shares:
-    """What recomputation adds for each sample on each rank; nothing where all is kept."""
+    """What recomputation adds for each sample on each rank; nothing where all is saved."""
 
     def added(stage: int, stages: int) -> float:
         if costs is None:
@@ -142,26 +142,26 @@ def order(
     split: bool = True,
     priority: Priority = PRIORITIES["drain, oldest first"],
 ) -> Schedule:
-    """The greedy order when a rank may keep so many samples, or so many bytes, or both."""
+    """The greedy order when a rank may hold so many samples, or so many bytes, or both."""
     return _Build(plan, costs, samples, memory, split, priority).run()[0]
 
 
 def best(plan: Plan, costs: Costs, memory: float | None = None) -> Schedule:
-    """The shortest greedy order, over priorities, split and whole backward, and caps.
+    """The shortest greedy order, over priorities, split and whole backward, and limits.
 
-    Without a cap of the plan's or the caller's, memory is worth something all the same: the
-    smallest cap within two per cent of the fastest is taken.
+    Without a limit from the plan or the caller it still saves memory: the smallest limit within two
+    per cent of the fastest is taken.
     """
-    caps = [plan.max_in_flight] if plan.max_in_flight else _caps(plan.micro_batches)
-    fastest = _fastest(plan, costs, caps.pop(), memory)
+    limits = [plan.max_in_flight] if plan.max_in_flight else _limits(plan.micro_batches)
+    fastest = _fastest(plan, costs, limits.pop(), memory)
     good = 1.02 * fastest[0]
-    while caps:  # more room is hardly ever slower, so halving finds the smallest that is enough
-        middle = len(caps) // 2
-        found = _fastest(plan, costs, caps[middle], memory, good)
+    while limits:  # more memory is hardly ever slower, so halving finds the smallest that is enough
+        middle = len(limits) // 2
+        found = _fastest(plan, costs, limits[middle], memory, good)
         if found[0] <= good:
-            fastest, caps = found, caps[:middle]
+            fastest, limits = found, limits[:middle]
         else:
-            caps = caps[middle + 1 :]
+            limits = limits[middle + 1 :]
     return fastest[1]
 
 
@@ -169,8 +169,8 @@ def least(plan: Plan, costs: Costs) -> float:
     """No order is shorter: the busiest rank works off all its micro-batches, after the first has
     come to it, and before the gradient of the last has gone all the way back.
 
-    Under a cap of one sample, as in GEMS, a rank is taken while the sample is further on as well;
-    unless there is recomputation.
+    Under a limit of one sample, as in GEMS, a rank stays reserved while the sample is further on as
+    well; unless there is recomputation.
     """
     again = [costs[s].f * plan.recomputes(s, 0) for s in range(plan.depth)]
     fill, drain = [0.0] * plan.depth, [0.0] * plan.depth
@@ -185,23 +185,23 @@ def least(plan: Plan, costs: Costs) -> float:
     loads, begins, ends = ([value] * plan.ranks for value in (0.0, inf, inf))
     share, more = divmod(plan.micro_batches, plan.directions)
     for direction, row in enumerate(plan.spatial_groups[: plan.directions]):
-        for s, team in enumerate(row):
-            for rank in team:
+        for s, group in enumerate(row):
+            for rank in group:
                 times = share + (direction < more)
                 loads[rank] += times * (costs[s].seconds + beyond[s])
                 loads[rank] += (
                     max(times - (plan.recompute_by_stage[s] == "except_last"), 0) * again[s]
                 )
                 begins[rank] = min(begins[rank], fill[s])
-                # A weight gradient that was put off may well be the last that a rank does.
+                # A deferred weight gradient may well be the last action of a rank.
                 ends[rank] = min(ends[rank], 0.0 if plan.split else drain[s])
     return max(map(sum, zip(loads, begins, ends, strict=True)))
 
 
 def _fastest(
-    plan: Plan, costs: Costs, cap: int, memory: float | None, good: float = 0.0
+    plan: Plan, costs: Costs, limit: int, memory: float | None, good: float = 0.0
 ) -> tuple[float, Schedule]:
-    """The shortest order under one cap, with its length; a whole backward wins a tie.
+    """The shortest order under one limit, with its length; a whole backward wins a tie.
 
     The first that is at most `good`, or that no other could beat, is taken at once.
     """
@@ -212,7 +212,7 @@ def _fastest(
     priorities = [*PRIORITIES.values(), *([IDLE] if some else [])]
     choices = product((False, True), priorities, (0.0, PATIENCE * shortest))
     for split, priority, patience in choices:
-        schedule, _ = _Build(plan, costs, cap, memory, split, priority, patience).run()
+        schedule, _ = _Build(plan, costs, limit, memory, split, priority, patience).run()
         schedule = joined(schedule, plan, costs) if split else schedule
         _, stops = times(schedule, plan, costs)
         tried.append((max(stops.values()), split, schedule))
@@ -222,14 +222,14 @@ def _fastest(
     return seconds, schedule
 
 
-def _caps(most: int) -> list[int]:
+def _limits(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16 ... up to `most`."""
     steps = (n for power in range(most.bit_length() + 1) for n in (2**power, 3 * 2**power))
     return sorted({1, most, *(n for n in steps if n <= most)})
 
 
 def joined(schedule: Schedule, plan: Plan, costs: Costs) -> Schedule:
-    """I and W as one B wherever they follow each other and nobody waits for what I results.
+    """I and W as one B wherever they follow each other and nobody waits for I alone.
 
     A whole backward is cheaper than its two halves. Nothing starts later for it.
     """
@@ -278,49 +278,49 @@ def times(
     return starts, stops
 
 
-def travel(fact: Result, action: Action, plan: Plan, costs: Costs) -> float:
-    """Seconds until what holds on one rank is known to an action on another."""
-    if plan.rank_of(fact.stage, action.replica) == plan.rank_of(action.stage, action.replica):
+def travel(result: Result, action: Action, plan: Plan, costs: Costs) -> float:
+    """Seconds until a result of one rank reaches an action on another."""
+    if plan.rank_of(result.stage, action.replica) == plan.rank_of(action.stage, action.replica):
         return 0.0
-    return costs.travel(fact.what, fact.stage, action.stage)
+    return costs.travel(result.what, result.stage, action.stage)
 
 
 PATIENCE = 0.25  # of the shortest forward: how long a rank may wait for something more urgent
-HERE = 3  # of what is put away: one is made or read, one leaves or returns, one is near enough
+ON_DEVICE = 3  # if offloaded: one is made or read, one is copied, one is too near to offload
 HALVES = 1.1  # what a backward costs in two halves; 0.9 to 1.2 was seen on real networks
 
 
-def _rooms(
+def _budgets(
     rank: int,
     kept: list[dict[int, float]],
     added: list[dict[int, float]],
     samples: int | None,
     memory: float | None,
-    away: bool = False,
-) -> dict[Kind, _Room]:
+    offloaded: bool = False,
+) -> dict[Kind, _Budget]:
     """What a rank has for forward, and for recomputation: so many samples, or what memory there is.
 
-    One sample must fit both. If there is room, all samples may run forward; recomputation has the
-    rest. A number of samples is one of stashes: of what is recomputed, or of what was never left.
-    If what forward leaves is put `away`, it takes the room of those that are here.
+    One sample must fit both. If memory allows, all samples may run forward; recomputation has the
+    rest. A number of samples limits those whose activations are held, saved or recomputed. If what
+    forward saves is `offloaded`, it takes the memory of those that are on the device.
     """
-    forward, again = _Room(kept, inf), _Room(added, inf)
-    cap = inf if memory is None else memory
+    forward, again = _Budget(kept, inf), _Budget(added, inf)
+    limit = inf if memory is None else memory
     largest = max((size for part in kept for size in part.values()), default=0.0)
-    here = HERE * largest if away else forward.largest
-    if (needed := here + again.largest) > cap:
-        what = f"{HERE} stages of a micro-batch need" if away else "one micro-batch needs"
+    here = ON_DEVICE * largest if offloaded else forward.largest
+    if (needed := here + again.largest) > limit:
+        what = f"{ON_DEVICE} stages of a micro-batch need" if offloaded else "one micro-batch needs"
         raise PlanError(
-            f"rank {rank} may keep {cap:,.0f} bytes for backward, but {what} "
+            f"rank {rank} may hold {limit:,.0f} bytes of activations, but {what} "
             f"{needed:,.0f}; use more stages, a smaller micro-batch or more memory"
         )
-    again.cap = max(again.largest, cap - (here if away else len(kept) * forward.largest))
+    again.limit = max(again.largest, limit - (here if offloaded else len(kept) * forward.largest))
     if samples:
-        again.cap = min(again.cap, samples * again.largest)
-    forward.cap = cap - again.cap if cap < inf and not away else inf
+        again.limit = min(again.limit, samples * again.largest)
+    forward.limit = limit - again.limit if limit < inf and not offloaded else inf
     pairs = zip(kept, added, strict=True)
     if samples and any(part.keys() - more.keys() for part, more in pairs):
-        forward.cap = min(forward.cap, samples * forward.largest)
+        forward.limit = min(forward.limit, samples * forward.largest)
     return {Kind.FORWARD: forward, Kind.RECOMPUTE: again}
 
 
@@ -341,9 +341,9 @@ class _Build:
         self.patience = patience
         counted = None if memory is None else costs
         pairs = zip(shares(plan, counted), recomputed(plan, counted), strict=True)
-        away = bool(plan.offloaded_to("activations")) and not split
+        offloaded = bool(plan.offloaded_to("activations")) and not split
         self.ranks = [
-            _Rank(_rooms(r, *pair, samples, memory, away)) for r, pair in enumerate(pairs)
+            _Rank(_budgets(r, *pair, samples, memory, offloaded)) for r, pair in enumerate(pairs)
         ]
         self.unmet: dict[Action, int] = {}
         self.known_at: dict[Action, float] = {}
@@ -370,18 +370,18 @@ class _Build:
                 again = (Kind.RECOMPUTE,) if self.plan.recomputes(stage, i) else ()
                 for kind in (Kind.FORWARD, *again, *back):
                     action = Action(kind, stage, i, replica)
-                    facts = dependencies(action, self.plan)
-                    self.unmet[action] = len(facts)
-                    for fact in facts:
-                        self.waits_for.setdefault(fact, []).append(action)
-                    if not facts:
+                    needed = dependencies(action, self.plan)
+                    self.unmet[action] = len(needed)
+                    for result in needed:
+                        self.waits_for.setdefault(result, []).append(action)
+                    if not needed:
                         self._make_ready(action, 0.0)
 
-    def _home(self, action: Action) -> int:
+    def _rank_of(self, action: Action) -> int:
         return self.plan.rank_of(action.stage, action.replica)
 
     def _make_ready(self, action: Action, now: float) -> None:
-        r = self._home(action)
+        r = self._rank_of(action)
         heapq.heappush(self.ranks[r].ready, (self.priority(action), now, action))
         heapq.heappush(self.clock, (now, r))
 
@@ -394,8 +394,8 @@ class _Build:
         while rank.ready and chosen is None:
             entry = heapq.heappop(rank.ready)
             _, since, action = entry
-            room = rank.rooms.get(action.kind)
-            if room is not None and not room.admits(action.micro_batch):
+            budget = rank.budgets.get(action.kind)
+            if budget is not None and not budget.admits(action.micro_batch):
                 passed.append(entry)
             elif since > now:
                 passed.append(entry)
@@ -410,15 +410,15 @@ class _Build:
     def _start(self, action: Action, rank: _Rank, r: int, now: float) -> float:
         rank.free_at = now + self.costs[action.stage].of(action.kind.value)
         rank.row.append(action)
-        if (room := rank.rooms.get(action.kind)) is not None:
-            room.admit(action.micro_batch)
+        if (budget := rank.budgets.get(action.kind)) is not None:
+            budget.admit(action.micro_batch)
         elif action.kind is not Kind.INPUT:
-            for room in rank.rooms.values():
-                room.release(action.micro_batch, action.stage)
-        for fact in results(action):
-            for waiting in self.waits_for.get(fact, ()):
+            for budget in rank.budgets.values():
+                budget.release(action.micro_batch, action.stage)
+        for result in results(action):
+            for waiting in self.waits_for.get(result, ()):
                 self.unmet[waiting] -= 1
-                arrival = rank.free_at + travel(fact, waiting, self.plan, self.costs)
+                arrival = rank.free_at + travel(result, waiting, self.plan, self.costs)
                 at = max(self.known_at.get(waiting, 0.0), arrival)
                 self.known_at[waiting] = at
                 if not self.unmet[waiting]:

@@ -1,9 +1,9 @@
-"""From the order of whole stages to the order of ranks, where teams of ranks run a stage together.
+"""From the order of whole stages to the order of ranks, where spatial groups run stages jointly.
 
 [Note: why a projected order cannot deadlock]
-All actions are laid in one line, each after all that it needs. A rank does those of its teams, in
-the order of the line. Whatever is left to do, the first of it in the line can be done: what it
-needs comes earlier and is done, and all of its team have come to it.
+All actions are put in one sequence, each after its dependencies. A rank runs those of its spatial
+groups, in the order of the sequence. The first action that is left can always run: its dependencies
+come earlier and have run, and all ranks of its group have reached it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gems.schedule.action import Action, Schedule
 def project(order: Schedule, lanes: Plan, plan: Plan, costs: Costs) -> Schedule:
     """The order of `lanes`, one per stage, as the ranks of one copy of `plan` follow it.
 
-    The line is by the time at which each action starts on its lane. Where a rank is in several
-    teams it has the actions of several lanes: what they keep for backward adds up, so a cap that
-    was kept on every lane is only about right on the ranks.
+    The sequence is by the time at which each action starts on its lane. A rank in several spatial
+    groups has the actions of several lanes, and the activations of all of them: a memory budget
+    that holds for every lane is only approximate for such a rank.
     """
     starts, _ = greedy.times(order, lanes, costs)
     rows: list[list[Action]] = [[] for _ in range(plan.ranks)]

@@ -1,13 +1,79 @@
-"""The state machine of a schedule: which action may run next, which collectives are complete."""
+"""The state machine of a schedule: which action may run next, and what it waits for.
+
+It is pure, and knows neither seconds nor bytes. Its drivers add those: `predict/simulate.py` lays
+its transitions out in time, `predict/memory.py` counts bytes by what is in flight on each rank,
+`validate.py` reports where it gets stuck, and `engine/executor.py` runs one rank of it for real.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from gems.plans.plan import Plan
-from gems.schedule.action import COLLECTIVES, Action, Kind, Message, Schedule
-from gems.schedule.dependencies import Result, collective_before, dependencies, results
+from gems.schedule.action import COLLECTIVES, OFFLOADS, Action, Kind, Message, Schedule
+from gems.schedule.dependencies import Result, dependencies, results
+
+# These begin here and complete later, while the rank goes on.
+BEGUN = (*COLLECTIVES, *OFFLOADS, Kind.OPTIMIZER_STEP)
+
+
+class InFlight:
+    """The actions that one rank has begun and not yet waited for.
+
+    in flight        until the rank comes to
+    unshard          a compute action of its stage, or its reshard
+    store            the next store or load, or the second compute action from now
+    load             the compute action that reads the activations
+    all-reduce       an optimizer step; also the next all-reduce, where gradients are freed once
+                     they are reduced, so that whole gradients of one stage at most exist
+    optimizer step   the next one
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.frees_gradients = plan.frees_gradients
+        self.actions: list[Action] = []
+        self.computed = False  # since the store in flight began
+
+    def awaited(self, action: Action) -> list[Action]:
+        """What must be complete before an action."""
+        if not self.actions:
+            return []
+        return _steps_last([begun for begun in self.actions if self._waits(action, begun)])
+
+    def _waits(self, action: Action, begun: Action) -> bool:
+        if begun.kind is Kind.UNSHARD:
+            return action.stage == begun.stage and (action.computes or action.kind is Kind.RESHARD)
+        if begun.kind is Kind.STORE:
+            return action.kind in OFFLOADS or (action.computes and self.computed)
+        if begun.kind is Kind.LOAD:
+            same = (action.stage, action.micro_batch) == (begun.stage, begun.micro_batch)
+            return same and action.computes
+        if action.kind is Kind.OPTIMIZER_STEP:
+            return True
+        reduces = action.kind is begun.kind is Kind.ALL_REDUCE
+        return reduces and self.frees_gradients
+
+    def begin(self, action: Action) -> list[Action]:
+        """The rank comes to an action. Returns what must be complete before."""
+        if found := self.awaited(action):
+            self.actions = [begun for begun in self.actions if begun not in found]
+        if action.computes:
+            self.computed = True
+        elif action.kind in BEGUN and not action.way:
+            self.actions.append(action)
+            self.computed = self.computed and action.kind is not Kind.STORE
+        return found
+
+    def end(self) -> list[Action]:
+        """The rank comes to the end of its actions. Returns all that is in flight."""
+        found, self.actions = _steps_last(self.actions), []
+        return found
+
+
+def _steps_last(actions: list[Action]) -> list[Action]:
+    return sorted(actions, key=lambda action: action.kind is Kind.OPTIMIZER_STEP)
 
 
 class Collectives:
@@ -53,6 +119,15 @@ def _takes_others(action: Action, plan: Plan) -> bool:
     return action.kind in COLLECTIVES and (action.kind is not Kind.UNSHARD or plan.zero == 3)
 
 
+class Transition(NamedTuple):
+    """One action of one rank, or of all ranks of a spatial group, which compute it jointly."""
+
+    ranks: tuple[int, ...]
+    action: Action
+    awaited: list[list[Action]]  # of each rank, what was in flight and is complete before
+    completed: list[Action]  # collectives that all ranks have reached by this
+
+
 class ScheduleMachine:
     """Runs a schedule without time. Iterating gives (rank, action) in an order that can happen.
 
@@ -70,18 +145,13 @@ class ScheduleMachine:
         self.known: list[set[Result]] = [set() for _ in schedule.ranks]
         self.posted: list[set[Message]] = [set() for _ in schedule.ranks]
         self.sent: list[set[Message]] = [set() for _ in schedule.ranks]
-        kinds = {action.kind for _, action in schedule}
-        waits = plan.frees_gradients or Kind.OPTIMIZER_STEP in kinds
-        self.tracks_collectives = waits and not kinds.isdisjoint(COLLECTIVES)
+        self.in_flight = [InFlight(plan) for _ in schedule.ranks]
         self.collectives = Collectives(plan)
-        self.reduced: list[list[int]] = [[] for _ in schedule.ranks]
-        self.completed: list[Action] = []  # collectives, by the last action
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
-        return ((rank, action) for ranks, action in self.by_group() for rank in ranks)
+        return ((rank, step.action) for step in self.transitions() for rank in step.ranks)
 
-    def by_group(self) -> Iterator[tuple[tuple[int, ...], Action]]:
-        """The same, with all the ranks that run an action jointly."""
+    def transitions(self) -> Iterator[Transition]:
         awake = [True] * len(self.schedule.ranks)  # something has changed for them
         while any(awake):
             for rank in (r for r in range(len(awake)) if awake[r]):
@@ -93,17 +163,15 @@ class ScheduleMachine:
                 if rank != group[0]:
                     awake[group[0]] = True
                 elif not self.unready(rank, group):
-                    self.completed = []
-                    for member in group:
-                        self._advance(member, action)
-                        awake[member] = True
-                    for other in self._concerned(action):
+                    step = self._advance(group, action)
+                    for other in (*group, *self._concerned(step)):
                         awake[other] = True
-                    yield group, action
+                    yield step
 
-    def _concerned(self, action: Action) -> Iterator[int]:
+    def _concerned(self, step: Transition) -> Iterator[int]:
         """The ranks that may have waited for an action."""
-        for collective in self.completed:
+        action = step.action
+        for collective in step.completed:
             yield from self.plan.replica_groups[collective.stage]
         if action.way == ">":
             yield from self.plan.spatial_group_for(action.peer, action.micro_batch)
@@ -123,28 +191,26 @@ class ScheduleMachine:
         group = self.plan.spatial_group_for(action.stage, action.micro_batch)
         return group if rank in group else (rank,)
 
-    def _advance(self, rank: int, action: Action) -> None:
-        self.at[rank] += 1
-        self.known[rank].update(results(action))
-        if action.way == ">":
-            self.sent[rank].add(action.message)
-        elif action.way == "<":
-            self.posted[rank].add(action.message)
-        elif self.tracks_collectives and action.kind in COLLECTIVES:
-            self.completed += self.collectives.begin(rank, action)
-            if action.kind is Kind.ALL_REDUCE:
-                self.reduced[rank].append(action.stage)
+    def _advance(self, ranks: tuple[int, ...], action: Action) -> Transition:
+        found, completed = results(action), []
+        awaited = [self.in_flight[rank].begin(action) for rank in ranks]
+        for rank in ranks:
+            self.at[rank] += 1
+            self.known[rank].update(found)
+        if action.way:
+            (self.sent if action.way == ">" else self.posted)[ranks[0]].add(action.message)
+        elif action.kind in COLLECTIVES:
+            completed = self.collectives.begin(ranks[0], action)
+        return Transition(ranks, action, awaited, completed)
 
     def unmet(self, rank: int, action: Action) -> list[Result]:
         """The dependencies of an action that a rank still waits for."""
         needed = dependencies(action, self.plan)
         found = [result for result in needed if not self._holds(rank, result, action)]
-        if not self.tracks_collectives:
-            return found
-        collective = collective_before(action, self.plan, self.reduced[rank])
-        if collective is not None and not self.collectives.completed(rank, collective):
-            what = "gathered" if collective.kind is Kind.UNSHARD else "reduced"
-            found.append(Result(what, collective.stage, 0))
+        for begun in self.in_flight[rank].awaited(action):
+            if begun.kind in COLLECTIVES and not self.collectives.completed(rank, begun):
+                what = "gathered" if begun.kind is Kind.UNSHARD else "reduced"
+                found.append(Result(what, begun.stage, 0))
         return found
 
     def _holds(self, rank: int, result: Result, action: Action) -> bool:

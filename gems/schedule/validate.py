@@ -14,11 +14,11 @@ from gems.schedule.async_window import batch_of
 from gems.schedule.dependencies import Result, results
 from gems.schedule.machine import ScheduleMachine
 
-ALL = ("output", "activations", "gradient", "weight")
+WORK = ("output", "activations", "gradient", "weight")
 
 
 def check(schedule: Schedule, plan: Plan) -> list[str]:
-    """Every fault of the schedule under the plan; an empty list is the proof that it runs.
+    """Every problem of the schedule under the plan; an empty list is the proof that it runs.
 
     Both forms are understood: compute actions only, or lowered to messages and reductions.
     """
@@ -28,16 +28,16 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found = [*_wrong_work(schedule, plan)]
     if any(action.way for _, action in schedule):
         found += _wrong_messages(schedule, plan)
-    endless = given.schedule == ASYNCHRONOUS
-    found += (_wrong_updates if endless else _wrong_reductions)(schedule, given)
+    asynchronous = given.schedule == ASYNCHRONOUS
+    found += (_wrong_updates if asynchronous else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
-    found += () if endless else _wrong_eager(schedule, plan)
+    found += () if asynchronous else _wrong_eager(schedule, plan)
     return found or _deadlocks(schedule, plan)
 
 
 def require(schedule: Schedule, plan: Plan) -> Schedule:
-    """The schedule itself, or one error with all its faults."""
+    """The schedule itself, or one error with all its problems."""
     if found := check(schedule, plan):
         raise ScheduleError(problems("this schedule cannot run:", found))
     return schedule
@@ -46,7 +46,7 @@ def require(schedule: Schedule, plan: Plan) -> Schedule:
 def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Forward once and backward once, whole or as input and weight gradient, each in its place.
 
-    All the ranks of a team do it, each of them once.
+    All ranks of a spatial group do it, each of them once.
     """
     seen: Counter[tuple[Result, int]] = Counter()
     for rank, action in schedule:
@@ -59,18 +59,18 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
             )
             continue
         replica = plan.replica_of(action.micro_batch)
-        team = plan.spatial_group_of(action.stage, replica)
+        group = plan.spatial_group_of(action.stage, replica)
         if action.replica != replica:
             yield f"rank {rank}: {action} belongs to replica {replica}, not {action.replica}"
-        elif rank not in team:
-            yield f"rank {rank}: {action} belongs on {_ranks(team)}"
-        home = team[0] if len(team) == 1 else rank
-        seen.update((fact, home) for fact in results(action))
-    for stage, i, what in product(range(plan.depth), range(plan.total), ALL):
-        team = plan.spatial_group_for(stage, i)
-        for rank in team:
+        elif rank not in group:
+            yield f"rank {rank}: {action} belongs on {_ranks(group)}"
+        on_rank = group[0] if len(group) == 1 else rank
+        seen.update((result, on_rank) for result in results(action))
+    for stage, i, what in product(range(plan.depth), range(plan.total), WORK):
+        group = plan.spatial_group_for(stage, i)
+        for rank in group:
             times = seen[Result(what, stage, i), rank]
-            on = f" on rank {rank}" if len(team) > 1 else ""
+            on = f" on rank {rank}" if len(group) > 1 else ""
             if what == "activations" and not plan.recomputes(stage, i):
                 if times:
                     again = Action(Kind.RECOMPUTE, stage, i, plan.replica_of(i))
@@ -81,8 +81,8 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
                 yield f"the {what} of {which} {verb} computed {times} times{on}"
 
 
-def _ranks(team: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(team) > 1)} {', '.join(map(str, team))}"
+def _ranks(group: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}"
 
 
 def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
@@ -96,15 +96,15 @@ def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
                 ranks = wanted[message][way] if message in wanted else ()
                 on = "" if ranks in ((), (rank,)) else f" on rank {rank}"
                 wants = int((message, rank) in due)
-                yield f"{_say(message)} is {verb} {times} times{on}, not {wants}"
+                yield f"{_name(message)} is {verb} {times} times{on}, not {wants}"
     for (a, b), (sent, received) in sorted(_links(schedule, wanted).items()):
         both = set(sent) & set(received)
         ends = ([m for m in dict.fromkeys(end) if m in both] for end in (sent, received))
         for position, (x, y) in enumerate(zip(*ends, strict=True)):
             if x != y:
                 yield (
-                    f"link {a} to {b}, message {position}: rank {a} sends {_say(x)}, "
-                    f"rank {b} expects {_say(y)}"
+                    f"link {a} to {b}, message {position}: rank {a} sends {_name(x)}, "
+                    f"rank {b} expects {_name(y)}"
                 )
                 break
 
@@ -141,13 +141,13 @@ def _links(
     return links
 
 
-def _say(message: Message) -> str:
+def _name(message: Message) -> str:
     what, source, target, i = message
     return f"the {what} of stage {source} for stage {target}, micro-batch {i}"
 
 
 def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """If any stage is reduced, each is, on all its holders, last, and in one order everywhere.
+    """If any stage is reduced, each is, on its replica group, last, and in one order everywhere.
 
     Collectives on one device pair up by order, so two ranks must not issue two of them crosswise.
     """
@@ -164,11 +164,11 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
                 done.add(action.stage)
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
-    # Copies of a pipeline have the same few orders: one rank speaks for all that share its own.
-    together = COLLECTIVES if plan.zero == 3 else (Kind.ALL_REDUCE,)  # others fetch for themselves
-    orders = [tuple(a for a in row if a.kind in together) for row in schedule.ranks]
-    speakers = {order: rank for rank, order in reversed(list(enumerate(orders)))}
-    for (one, a), (other, b) in combinations(sorted(speakers.items(), key=lambda kv: kv[1]), 2):
+    # Copies of a pipeline have the same few orders: compare the first rank of each.
+    kinds = COLLECTIVES if plan.zero == 3 else (Kind.ALL_REDUCE,)  # else each fetches its own
+    orders = [tuple(a for a in row if a.kind in kinds) for row in schedule.ranks]
+    firsts = {order: rank for rank, order in reversed(list(enumerate(orders)))}
+    for (one, a), (other, b) in combinations(sorted(firsts.items(), key=lambda kv: kv[1]), 2):
         stages = {x.stage for x in one} & {x.stage for x in other}
         mine, theirs = ([x for x in order if x.stage in stages] for order in (one, other))
         if mine != theirs:
@@ -177,37 +177,40 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
 
 def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """Of 2BW: each batch's gradients are summed when they are complete, and make an update before
-    the next batch adds to them, and before the next but one reads the weights."""
+    """Of 2BW: each batch's gradients are reduced when they are complete, and the optimizer steps
+    before the next batch adds to them, and before the next but one reads the weights."""
     if not any(action.kind in OF_STAGE for _, action in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         left = Counter(
             batch_of(a.micro_batch, plan) for a in row if a.kind is Kind.BACKWARD and a.computes
         )
-        sums = updates = 0
+        reduces = steps = 0
         for step, action in enumerate(row):
             at, batch = f"rank {rank}, step {step}: {action}", batch_of(action.micro_batch, plan)
             if action.kind is Kind.ALL_REDUCE:
-                if left[sums]:
-                    yield f"{at} comes before {left[sums]} backwards of batch {sums}"
-                sums += 1
+                if left[reduces]:
+                    yield f"{at} comes before {left[reduces]} backwards of batch {reduces}"
+                reduces += 1
             elif action.kind is Kind.OPTIMIZER_STEP:
-                updates += 1
-                if updates > sums:
-                    yield f"{at} has no sum of gradients before it"
+                steps += 1
+                if steps > reduces:
+                    yield f"{at} has no all-reduce before it"
             elif action.computes and action.kind is Kind.BACKWARD:
                 left[batch] -= 1
-                if updates < batch:
-                    yield f"{at} adds to gradients of batch {updates}, which wait for an update"
-            elif action.computes and updates < batch - 1:
-                yield f"{at} wants weights of {batch - 1} updates, and there were {updates}"
-        if (sums, updates) != (BATCHES, BATCHES):
-            yield f"rank {rank} sums {sums} times and updates {updates} times, not {BATCHES} each"
+                if steps < batch:
+                    yield f"{at} adds to gradients of batch {steps}, which wait for their step"
+            elif action.computes and steps < batch - 1:
+                yield f"{at} needs weights after {batch - 1} optimizer steps, not {steps}"
+        if (reduces, steps) != (BATCHES, BATCHES):
+            yield (
+                f"rank {rank} has {reduces} all-reduces and {steps} optimizer steps, "
+                f"not {BATCHES} each"
+            )
 
 
 def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """Where weights are shared out, a stage's are gathered when it runs, and dropped at the end."""
+    """A stage's sharded or offloaded weights are gathered while it runs, and freed at the end."""
     lowered = any(a.way or a.kind in OF_STAGE for _, a in schedule)
     for rank, row in enumerate(schedule.ranks):
         here: set[int] = set()
@@ -218,21 +221,21 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
             if action.kind in (Kind.UNSHARD, Kind.RESHARD):
                 if not shared or s not in plan.stages_on[rank]:
                     yield (
-                        f"{at} has nothing to do: no weights of stage {s} are shared out or put "
-                        "away there"
+                        f"{at} has nothing to do: no weights of stage {s} are sharded or offloaded "
+                        "there"
                     )
                 elif (action.kind is Kind.UNSHARD) == (s in here):
                     state = "here already" if s in here else "not here"
                     yield f"{at}, but the weights of stage {s} are {state}"
                 here ^= {s}
             elif lowered and shared and action.computes and s not in here:
-                yield f"{at} has no weights; it wants {Action(Kind.UNSHARD, s)} before it"
+                yield f"{at} has no weights; it needs {Action(Kind.UNSHARD, s)} before it"
         if here:
-            yield f"rank {rank} never drops the weights of stages {sorted(here)}"
+            yield f"rank {rank} never reshards the weights of stages {sorted(here)}"
 
 
 def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """What is put away is stored once, after forward, and loaded once, before it is used."""
+    """Offloaded activations are stored once, after forward, and loaded once, before their use."""
     for rank, row in enumerate(schedule.ranks):
         state: dict[tuple[int, int], str] = {}
         for step, action in enumerate(row):
@@ -240,7 +243,7 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
             was = state.get(key, "")
             if action.kind is Kind.STORE:
                 if not plan.offloaded_to("activations"):
-                    yield f"{at} has nothing to do: by the plan, what is kept for backward stays"
+                    yield f"{at} has nothing to do: the plan offloads no activations"
                 elif was:
                     yield f"{at}, but it is {was} already"
                 state[key] = "stored"
@@ -251,61 +254,63 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
             elif action.computes and action.kind is not Kind.FORWARD:
                 if was == "stored":
                     load = replace(action, kind=Kind.LOAD)
-                    yield f"{at} reads what is stored; it wants {load} before it"
+                    yield f"{at} reads what is stored; it needs {load} before it"
                 state[key] = "used"
 
 
 def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """Eager updates: each stage's once, when its gradients are summed; else the step's end is."""
+    """Eager optimizer steps: one per stage, after its all-reduce; otherwise none is scheduled."""
     if not any(a.kind is Kind.ALL_REDUCE for _, a in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
-        summed: set[int] = set()
-        updated: set[int] = set()
+        reduced: set[int] = set()
+        stepped: set[int] = set()
         for step, action in enumerate(row):
             at = f"rank {rank}, step {step}: {action}"
             if action.kind is Kind.ALL_REDUCE:
-                summed.add(action.stage)
+                reduced.add(action.stage)
             elif action.kind is Kind.OPTIMIZER_STEP:
                 if plan.optimizer_step != "eager":
                     yield f"{at} is not the plan's, whose optimizer_step is {plan.optimizer_step!r}"
-                elif action.stage not in summed:
+                elif action.stage not in reduced:
                     yield f"{at} comes before {action.stage}A"
-                elif action.stage in updated:
+                elif action.stage in stepped:
                     yield f"{at} is the second of its stage"
-                updated.add(action.stage)
-        if plan.optimizer_step == "eager" and updated != (mine := set(plan.stages_on[rank])):
-            yield f"rank {rank} updates stages {sorted(updated)} but holds {sorted(mine)}"
+                stepped.add(action.stage)
+        if plan.optimizer_step == "eager" and stepped != (mine := set(plan.stages_on[rank])):
+            yield f"rank {rank} updates stages {sorted(stepped)} but holds {sorted(mine)}"
 
 
 def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
-    """Run the order without time; whatever is left standing waits forever."""
-    run = ScheduleMachine(schedule, plan)
-    for _ in run:
+    """Run the state machine; whatever is left waits forever."""
+    machine = ScheduleMachine(schedule, plan)
+    for _ in machine:
         pass
     return [
         f"rank {rank}, step {step}: {action} waits forever for "
-        + ", ".join([_spell(fact, action) for fact in missing] or _absent(run, rank))
-        for rank, step, action, missing in run.stuck()
+        + ", ".join(
+            [_awaited_action(result, action) for result in missing] or _unready(machine, rank)
+        )
+        for rank, step, action, missing in machine.stuck()
     ]
 
 
-def _absent(run: ScheduleMachine, rank: int) -> Iterator[str]:
-    """The others of a team that do not come, and what they have come to instead."""
-    for other in run.unready(rank):
-        head = run.next_action(other)
-        if head == run.next_action(rank):
+def _unready(machine: ScheduleMachine, rank: int) -> Iterator[str]:
+    """The other ranks of a spatial group that are not ready, and what they are at."""
+    for other in machine.unready(rank):
+        head = machine.next_action(other)
+        if head == machine.next_action(rank):
             yield f"rank {other}, which waits too"
         else:
             yield f"rank {other}, which is " + (f"at {head}" if head else "done")
 
 
-def _spell(fact: Result, waiting: Action) -> str:
-    if fact.what in ("gathered", "reduced"):
-        kind = Kind.UNSHARD if fact.what == "gathered" else Kind.ALL_REDUCE
-        return f"{Action(kind, fact.stage)} on all its ranks"
+def _awaited_action(result: Result, waiting: Action) -> str:
+    if result.what in ("gathered", "reduced"):
+        kind = Kind.UNSHARD if result.what == "gathered" else Kind.ALL_REDUCE
+        return f"{Action(kind, result.stage)} on all its ranks"
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
     kinds = {"output": Kind.FORWARD, "activations": Kind.RECOMPUTE, "gradient": back}
     kinds["stored"] = Kind.STORE
-    kind = kinds.get(fact.what, Kind.WEIGHT)
-    return str(Action(kind, fact.stage, fact.micro_batch, waiting.replica))
+    kind = kinds.get(result.what, Kind.WEIGHT)
+    return str(Action(kind, result.stage, result.micro_batch, waiting.replica))

@@ -29,7 +29,7 @@ class Handles(Generic[T]):
         with self._lock:
             opened = self._files.setdefault(path, opened)
             self._files.move_to_end(path)
-            # One that leaves is closed when the last thread that still reads it lets go.
+            # One that leaves is closed when the last thread that still reads it is done.
             while len(self._files) > self._most:
                 self._files.popitem(last=False)
         return opened

@@ -24,7 +24,7 @@ SLIDES = {".ndpi", ".vms", ".vmu", ".scn", ".mrxs", ".svslide", ".bif", ".dcm", 
 
 
 def is_slide(path: Path) -> bool:
-    """Whether a file's name says that it is a slide or a picture."""
+    """Whether a file's name is that of a slide or a picture."""
     return path.suffix.lower() in PICTURES | TIFFS | SLIDES
 
 

@@ -74,7 +74,7 @@ class Slide:
             ) from error
         if pixels[..., 3].min(initial=255) == 255:
             return pixels[..., :3]
-        # Where the scanner saw nothing there is no colour: white, or what the file says.
+        # Where the scanner saw nothing there is no colour: white, or the file's background colour.
         alpha = pixels[..., 3:].astype(np.uint16)
         mixed = pixels[..., :3] * alpha + self._background * (255 - alpha)
         return (mixed // 255).astype(np.uint8)

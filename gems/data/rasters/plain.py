@@ -43,8 +43,8 @@ def decoded(path: Path, mode: str | None) -> Pixels:
     except MemoryError as error:
         raise GemsError(f"{path} is too large to decode whole; save it as a tiled TIFF") from error
     except Exception as error:  # of a decoder, one of many: damaged files raise anything
-        said = f"{type(error).__name__}: {short(error, 200)}"
-        raise GemsError(f"{path} cannot be read as a picture: {said}") from error
+        why = f"{type(error).__name__}: {short(error, 200)}"
+        raise GemsError(f"{path} cannot be read as a picture: {why}") from error
     if pixels.ndim not in (2, 3) or not pixels.size:
         raise GemsError(f"{path} is no picture: it has the shape {pixels.shape}")
     return pixels[:, :, None] if pixels.ndim == 2 else pixels

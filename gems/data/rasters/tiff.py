@@ -95,8 +95,8 @@ def _levels(file: Any, colours: tuple[int, ...]) -> list[Any]:
         alike = page.is_tiled and abs(page.imagewidth / page.imagelength / ratio - 1) < 0.01
         if alike and page.imagewidth < found[-1].imagewidth:
             found.append(page)
-    if faults := [fault for page in found for fault in _problems(page, colours)]:
-        raise GemsError(f"{file.filename}: {faults[0]}")
+    if wrong := [problem for page in found for problem in _problems(page, colours)]:
+        raise GemsError(f"{file.filename}: {wrong[0]}")
     _check_length(file, found)
     return found
 
@@ -153,8 +153,8 @@ def _scale(file: Any) -> tuple[float | None, float | None]:
     """Microns per pixel and power of the objective, where the file tells."""
     page = file.pages[0]
     if file.is_svs:
-        told = dict(re.findall(r"\|\s*(MPP|AppMag)\s*=\s*([\d.]+)", page.description))
-        return tuple(float(told[k]) if k in told else None for k in ("MPP", "AppMag"))  # type: ignore[return-value]
+        found = dict(re.findall(r"\|\s*(MPP|AppMag)\s*=\s*([\d.]+)", page.description))
+        return tuple(float(found[k]) if k in found else None for k in ("MPP", "AppMag"))  # type: ignore[return-value]
     tags = page.tags
     if "XResolution" not in tags or "ResolutionUnit" not in tags:
         return None, None

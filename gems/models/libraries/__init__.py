@@ -35,15 +35,15 @@ def split(name: str) -> tuple[str, str]:
 
 def names(library: str) -> list[str]:
     """All networks of a library, as one writes them: `monai/UNet`."""
-    return [f"{library}/{name}" for name in _door(library).names()]
+    return [f"{library}/{name}" for name in _adapter(library).names()]
 
 
 def options_of(name: str) -> tuple[str, ...]:
     """The options that `build(name, {...})` takes, those that all libraries share first."""
     library, model = split(name)
-    door = _door(library)
-    _reject_unknown(library, model, door.names())
-    return door.options(model)
+    adapter = _adapter(library)
+    _reject_unknown(library, model, adapter.names())
+    return adapter.options(model)
 
 
 def build(name: str, options: dict[str, Any]) -> nn.Module:
@@ -51,14 +51,14 @@ def build(name: str, options: dict[str, Any]) -> nn.Module:
     library cannot list them (timm, torchvision), whatever the model's own constructor takes."""
     known = options_of(name)
     library, model = split(name)
-    door = _door(library)
-    unknown = [] if getattr(door, "OPEN", False) else sorted(set(options) - set(known))
+    adapter = _adapter(library)
+    unknown = [] if getattr(adapter, "OPEN", False) else sorted(set(options) - set(known))
     if unknown:
         raise ValueError(
             f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(known)}"
         )
     try:
-        return door.build(model, options)
+        return adapter.build(model, options)
     except ImportError as error:
         raise ValueError(f"{name} needs more than {library}: {_first_line(error)}") from error
     except (TypeError, ValueError, AssertionError) as error:
@@ -66,7 +66,7 @@ def build(name: str, options: dict[str, Any]) -> nn.Module:
         raise ValueError(f"{name} with {given} cannot be built: {_first_line(error)}") from error
 
 
-def _door(library: str) -> Any:
+def _adapter(library: str) -> Any:
     """The file that knows this library. Importing it imports the library."""
     package = LIBRARIES[library]
     try:

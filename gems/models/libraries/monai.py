@@ -40,7 +40,7 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def build(name: str, options: dict[str, Any]) -> nn.Module:
-    """Flat pictures unless `dims` says otherwise."""
+    """Two dims unless `dims` is given."""
     made = getattr(nets, name)
     words = spoken(made, WORDS)
     given = {"dims": 2, **options} if "dims" in words else options

@@ -10,7 +10,7 @@ from itertools import pairwise
 from gems.plans.plan import Plan
 from gems.schedule.action import Action, Kind, Message, Schedule
 
-SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # nobody else hears of these
+SILENT = (Kind.WEIGHT, Kind.RECOMPUTE)  # no other rank waits for these
 
 
 def communicate(schedule: Schedule, plan: Plan, early: int = 1) -> Schedule:
@@ -43,7 +43,7 @@ def communicate(schedule: Schedule, plan: Plan, early: int = 1) -> Schedule:
 def _posts(row: Sequence[Action], queues: list[list[Action]], early: int) -> list[list[Action]]:
     """The receives to post before each compute action of a rank, given what each link brings.
 
-    One receive takes the parts of a whole team, so it stands in the queues of several links.
+    One receive takes the parts of a whole spatial group, so it is in the queues of several links.
     """
     used = {_use(a): at for at, a in enumerate(row) if a.kind not in SILENT}
     due = {a: max(used[_use(a)] - early, 0) for queue in queues for a in queue}
@@ -58,13 +58,13 @@ def _posts(row: Sequence[Action], queues: list[list[Action]], early: int) -> lis
     for link, queue in enumerate(queues):
         for action in queue:
             posts[due[action]][link].append(action)
-    return [_merged(together) for together in posts]
+    return [_merged(by_link) for by_link in posts]
 
 
 def _merged(queues: list[list[Action]]) -> list[Action]:
     """All that is in the queues, once, in an order that keeps to each of theirs.
 
-    There is one: that in which they were made. A team makes them together, hence in one order.
+    There is one: that in which they were sent. A spatial group sends jointly, hence in one order.
     """
     merged = []
     queues = [queue for queue in reversed(queues) if queue]
@@ -80,12 +80,12 @@ Receipts = dict[tuple[Message, int], list[Message]]
 
 
 def receipts(schedule: Schedule, plan: Plan) -> list[Receipts]:
-    """For each rank, which of its messages are surely taken once it holds one of their receiver's.
+    """For each rank, which of its messages are surely received once it holds one of the receiver's.
 
-    A send is through when its receive is posted. Nothing tells the sender so, but if the receiver
-    later sends something back, then whoever holds that knows. So a rank can let go of its buffers
-    without ever waiting for a peer that waits for it. To hold the part of a message that came from
-    `other` proves that `other` has posted the receives listed under (message, other).
+    A send is complete when its receive is posted. Nothing tells the sender so, but if the receiver
+    later sends something back, whoever holds that knows. So a rank can free its buffers without
+    ever waiting for a peer that waits for it. Holding the part of a message that came from `other`
+    proves that `other` has posted the receives listed under (message, other).
     """
     found: list[Receipts] = [{} for _ in schedule.ranks]
     for other, row in enumerate(schedule.ranks):

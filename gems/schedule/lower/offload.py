@@ -1,50 +1,35 @@
-"""Put away what micro-batches keep for backward: a pass over what ranks do.
+"""Offload what forward saves for backward, where there is time for it.
 
     F0  S0  F1  S1  F2  S2  ...  L0  B7  B0
-        └ travels ┘                └ travels ┘      while the rank computes
+        └ copied ┘                 └ copied ┘      while the rank computes
 
-Stores follow the forward's messages, which others wait for. A store has one compute action to
-travel: before the next after that, or at the next S or L, the rank waits until it is through, and
-lets go of the memory. So one is under way at a time. Loads are asked for one compute action before
-what they are for, as gathers of weights are.
+A store follows the forward's messages, for which others wait. It is in flight during one compute
+action: before the second, or at the next S or L, the rank waits for it and frees the memory. So one
+is in flight at a time. A load begins one compute action before its result is read, as unshards do.
 
-[Note: near enough to stay] Between F and what reads its stash there must be three compute actions:
-one during which it leaves, one during which it returns, and one that has the memory. Nearer ones
-would travel for nothing, and stay.
+[Note: too near to offload] Between F and the action that reads its activations there must be three
+compute actions: one during which they are stored, one during which they are loaded, and one that
+has the memory. Nearer ones would be copied for nothing, and are not offloaded.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gems.plans.plan import Plan
 from gems.schedule.action import Action, Kind, Schedule
 
-BETWEEN = 3  # [Note: near enough to stay]
+BETWEEN = 3  # [Note: too near to offload]
 READS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 
 
 def offload(schedule: Schedule, plan: Plan) -> Schedule:
-    """Store what waits long enough for its backward, if the plan puts the stash away."""
+    """Store what waits long enough for its backward, if the plan offloads activations."""
     if not plan.offloaded_to("activations") or any(a.kind is Kind.STORE for _, a in schedule):
         return schedule
     return Schedule(tuple(_stored(row, plan) for row in schedule.ranks))
-
-
-@dataclass
-class Storing:
-    """A store under way on one rank."""
-
-    stage: int
-    micro_batch: int
-    begun: bool = False
-
-    def travels(self) -> bool:
-        """A compute action begins: whether it is the first since, so that the store may go on."""
-        first, self.begun = not self.begun, True
-        return first
 
 
 def _stored(row: Sequence[Action], plan: Plan) -> tuple[Action, ...]:
@@ -59,14 +44,14 @@ def _stored(row: Sequence[Action], plan: Plan) -> tuple[Action, ...]:
             begun[key] = number
         elif action.kind in READS and key in begun:
             forward = begun.pop(key)  # of R and B, the first
-            if number - forward > BETWEEN and _keeps(*key, plan):
+            if number - forward > BETWEEN and _saves(*key, plan):
                 after[_sent(row, works[forward])].append(replace(action, kind=Kind.STORE))
                 before[works[number - 1]].append(replace(action, kind=Kind.LOAD))
     return tuple(a for at, b in enumerate(row) for a in (*before[at], b, *after[at]))
 
 
-def _keeps(stage: int, micro_batch: int, plan: Plan) -> bool:
-    """Whether there is anything: what runs again from the model's own inputs keeps nothing."""
+def _saves(stage: int, micro_batch: int, plan: Plan) -> bool:
+    """Whether anything is saved: what is recomputed from the model's own inputs saves nothing."""
     again = plan.recomputes(stage, micro_batch) or bool(plan.streams[stage])
     return not again or bool(plan.sources[stage])
 

@@ -10,10 +10,10 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def recompute(schedule: Schedule, plan: Plan) -> Schedule:
-    """Insert R right before the backward of what a stage did not keep, where there is none yet.
+    """Insert R right before the backward of what a stage did not save, where there is none yet.
 
     Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
-    not before, the micro-batch takes up the memory of its stash.
+    not before, the micro-batch takes up the memory of its activations.
     """
     if not any(entry in WHOLE_STAGE for entry in plan.recompute_by_stage):
         return schedule

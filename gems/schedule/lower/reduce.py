@@ -11,10 +11,10 @@ from gems.schedule.machine import ScheduleMachine
 
 
 def reduce(schedule: Schedule, plan: Plan) -> Schedule:
-    """Sum each stage's gradients over its holders: as soon as they are complete, or at the end.
-    Eager updates follow their sum.
+    """All-reduce each stage's gradients over its replica group, as soon as they are complete or at
+    the end; eager optimizer steps follow.
 
-    All ranks issue the sums in one order, by when the last holder of a stage is done, because
+    All ranks issue them in one order, by when the last rank of a stage's group is done, because
     collectives pair up by order.
     """
     finished: dict[int, int] = {}
@@ -23,14 +23,14 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
         done[rank].append(position)
         if action.computes:
             finished[action.stage] = position
-    turn = sorted(finished, key=finished.__getitem__)
+    in_order = sorted(finished, key=finished.__getitem__)
     lowered = []
     for rank, row in enumerate(schedule.ranks):
-        # After the messages of the last backward: others wait for those, nobody yet for the sum.
+        # After the messages of the last backward: others wait for those, nobody yet for this.
         last = {a.stage: position for position, a in enumerate(row) if a.way != "<"}
         after: dict[int, list[Action]] = defaultdict(list)
         soonest = len(row) - 1 if plan.grad_sync == "end" else 0
-        for stage in (s for s in turn if s in plan.stages_on[rank]):
+        for stage in (s for s in in_order if s in plan.stages_on[rank]):
             soonest = max(soonest, last.get(stage, 0))
             if plan.frees_gradients or plan.optimizer_step == "eager":
                 # What follows waits for this one, so no rank may come to it long before others.

@@ -9,20 +9,20 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def unshard(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
-    """With zero=3, or where weights are put away, gather a stage's weights for each run of its
-    actions, and drop them after it.
+    """With zero=3 or offloaded weights, unshard a stage's weights for each run of its actions, and
+    reshard them after it.
 
-    A run ends where a rank of the stage turns to another one. Weights are asked for one compute
-    action early, so that they travel while it runs: at most two stages are whole at once.
+    A run ends where a rank of the stage goes on to another stage. Unsharding begins one compute
+    action early, and overlaps with it: at most two stages are whole at once.
     """
     if plan.zero < 3 and "weights" not in plan.offloaded_state:
         return schedule
     depth = range(plan.depth)
     shared = {s for s in depth if plan.gathers(s) or (plan.zero == 3 and more > 1)}
-    together = _starts(schedule, shared)
+    common = _starts(schedule, shared)
     rows = []
     for row in schedule.ranks:
-        starts = together if plan.zero == 3 else _starts(Schedule((row,)), shared)
+        starts = common if plan.zero == 3 else _starts(Schedule((row,)), shared)
         count, before, after = Counter(), defaultdict(list), defaultdict(list)
         last: tuple[int, int] = (-1, -1)  # where the compute action before was, and its stage
         latest: dict[int, int] = {}
@@ -46,9 +46,9 @@ def unshard(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
 
 
 def _starts(schedule: Schedule, shared: set[int]) -> dict[int, set[int]]:
-    """For each stage the numbers of its actions, counted on any of its holders, that begin a run:
-    where some holder did two other things before. All of them must gather as often. (For one, its
-    weights would be asked for again as soon as they were dropped.)"""
+    """For each stage the numbers of its actions, counted on any rank of its group, that begin a
+    run: where some rank ran two other actions before. All of them must unshard as often. (With one
+    other action, weights would be unsharded again as soon as they were resharded.)"""
     found: dict[int, set[int]] = {s: {0} for s in shared}
     for row in schedule.ranks:
         count, last = Counter(), {}

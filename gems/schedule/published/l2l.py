@@ -1,6 +1,6 @@
 """L2L (layer to layer): one stage after the other on one rank, all micro-batches through each.
 
-                          m = 2; G fetches weights, D lets go of them, R runs a forward again
+                          m = 2; U loads weights, D frees them, R recomputes a forward
     stage 0   F0F1                              R0B0R1B1
     stage 1       F0F1                  R0B0R1B1
     stage 2           F0F1  R0B0R1B1                          T = m (2 f + b) of all stages
@@ -8,10 +8,10 @@
 A stage's weights are needed twice per step, however many micro-batches there are, so that they can
 be elsewhere meanwhile: two stages are here at most, the one that runs and the one that comes next.
 What crosses between stages is kept for each micro-batch, and everything inside a stage is computed
-again: `keep` is `inputs` there, also where a plan says `all`; stages may keep blocks by name.
+again: `keep` is `inputs` there, also where a plan has `all`; stages may keep blocks by name.
 Gradients add up in the order of samples, as in the plain loop.
 
-With eager updates (L2L-p) a stage is updated as soon as its last backward is done.
+With eager optimizer steps (L2L-p) a stage is updated as soon as its last backward is done.
 """
 
 from __future__ import annotations

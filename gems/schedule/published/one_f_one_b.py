@@ -1,6 +1,6 @@
 """1F1B (PipeDream-Flush): stage s warms up with p - s - 1 forwards, then alternates.
 
-At most p - s micro-batches are kept on stage s; the bubble is GPipe's.
+At most p - s micro-batches are in flight on stage s; the bubble is GPipe's.
 """
 
 from __future__ import annotations

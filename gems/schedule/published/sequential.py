@@ -1,6 +1,6 @@
 """Layer parallelism (MP-Basic): one micro-batch at a time, there and back.
 
-rank 0   F0          B0 F1          B1        T = k p (f + b), one stash per rank
+rank 0   F0          B0 F1          B1        T = k p (f + b), one sample in flight
 rank 1      F0    B0       F1    B1
 rank 2         F0B0           F1B1
 """

@@ -12,9 +12,9 @@ for any optimizer. While batch t runs, W(t - 1) and W(t) are all that is needed,
 batch t - 1 is through on a rank before batch t + 1 begins there.
 
 On a rank, the window of batch t is m times a forward of batch t and the backward that 1F1B has come
-to; the first ones are still of batch t - 1. Its gradients are summed as soon as they are complete,
-and the update comes right before the first backward of batch t: so there is one memory for
-gradients, and sums travel beside a forward.
+to; the first ones are still of batch t - 1. Its gradients are reduced as soon as they are complete,
+and the optimizer step comes right before the first backward of batch t: so there is one memory for
+gradients, and the all-reduce overlaps with a forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gems.schedule.published import one_f_one_b
 
 
 def order(plan: Plan) -> Schedule:
-    """As many batches as a plan unrolls, and what is left of the last. A team follows its stage."""
+    """All batches that a plan unrolls; every rank of a spatial group follows its stage."""
     lanes = one_f_one_b.order(plan.unrolled)
     rows: list[tuple[Action, ...]] = [lanes.ranks[on[0]] for on in plan.stages_on]
     return Schedule(tuple(rows))

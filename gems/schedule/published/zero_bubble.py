@@ -1,7 +1,7 @@
 """Zero bubble H1: 1F1B with backward split; weight gradients wait where they fill the bubble.
 
-Rank s warms up with p - s forwards and lets s weight gradients wait, so that every rank keeps at
-most p stashes, as many as 1F1B's first. What is left fills the end, one W after each I:
+Rank s warms up with p - s forwards and lets s weight gradients wait, so that every rank has at
+most p micro-batches in flight, as 1F1B's first. What is left fills the end, one W after each I:
 
     p = 3, m = 3   rank 0   F F F . . I W I W I W       T = (m + p - 1)(f + i) + w    for m <= p
                    rank 1   . F F . I F I W I W W           m (f + i + w) + (p - 1)(f + i - w)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gems.engine.windows import Endless
+from gems.engine.windows import AsynchronousPipeline
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, problems
 from gems.predict.timeline import Timeline
 from gems.torch.consensus import Claim, agree, listed
@@ -66,7 +66,7 @@ class Run:
             self.reject()
         self.batches = TwoBatches(trainer.weights, trainer.plan)
         adapter = TorchAdapter(trainer.runner, self.batches)
-        self.engine = Endless(
+        self.engine = AsynchronousPipeline(
             trainer.plan, trainer.schedule, adapter, trainer.transport, self._update
         )
         self.said: deque[Said] = deque()  # of batches whose update is still to come
@@ -163,7 +163,7 @@ class Run:
         while self.calls:
             self._same_calls()
         with self._as_begun():
-            self._carry_out(self.engine.rest)  # of which the timeline is part of no step
+            self._carry_out(self.engine.drain)  # of which the timeline is part of no step
         for handle, _ in (word for words in self.words for word in words):
             handle.wait()
         self.words.clear()

@@ -1,4 +1,4 @@
-"""The cut of a model as a picture: blocks in a row by stage, and over them what crosses.
+"""The partition of a model as a picture: blocks in a row by stage, and over them what crosses.
 
     ╭────── 4.0 MiB ──────╮          arcs: values that another stage reads; dashed if they
 ╭ 16.0 MiB ╮ ╭ 2.0 MiB ╮  ▼          stay on their rank
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gems.draw.cut.core import Cell, Crossing, Cut, stays_put
+from gems.draw.partition.cells import Cell, Crossing, Partition, stays_put
 from gems.draw.shapes import (
     BOLD,
     DARK,
@@ -22,15 +22,15 @@ from gems.draw.shapes import (
     STAGES,
     arc,
     box,
+    caption,
     page,
     rect,
-    words,
 )
 from gems.draw.units import listed, seconds, size
 from gems.plans.plan import Plan
 
 LEFT, RIGHT, BETWEEN = 110, 24, 14  # margins, and the air between two stages
-NARROW = 104  # the least width of a stage, for its words
+NARROW = 104  # the least width of a stage, for its text
 TALL, TRACK = 104, 44  # a cell, and a row of bars
 RISE = 24  # from one level of arcs to the next
 
@@ -45,60 +45,60 @@ class Bow:
     level: int
 
 
-def svg(cut: Cut, title: str = "", plan: Plan | None = None) -> str:
+def svg(partition: Partition, title: str = "", plan: Plan | None = None) -> str:
     """The picture as one document. The plan adds the ranks of each stage."""
-    bands = _bands(cut)
+    bands = _bands(partition)
     width = bands[-1][1] + RIGHT
-    places = _places(cut, bands)
-    bows = _bows(cut, places)
+    places = _places(partition, bands)
+    bows = _bows(partition, places)
     top = 60.0 + RISE * (1 + max((bow.level for bow in bows), default=0)) + 12
-    body = [*_header(cut, title, plan, width)]
-    body += [_arc(bow, cut, plan, top, bows) for bow in bows]
+    body = [*_header(partition, title, plan, width)]
+    body += [_arc(bow, partition, plan, top, bows) for bow in bows]
     body += [_label(bow, top) for bow in bows]
-    for cell, (left, right) in zip(cut.cells, places, strict=True):
+    for cell, (left, right) in zip(partition.cells, places, strict=True):
         body += _cell(cell, left, right, top)
     y = top + TALL + 16
-    body += _stages(cut, bands, plan, y)
-    y += 16 * _lines(cut, plan) + 10
-    if cut.timed:
-        spent = [cell.seconds or 0.0 for cell in cut.cells]
-        body += _track("seconds", [seconds(s) for s in spent], spent, cut, bands, places, y)
+    body += _stages(partition, bands, plan, y)
+    y += 16 * _lines(partition, plan) + 10
+    if partition.timed:
+        spent = [cell.seconds or 0.0 for cell in partition.cells]
+        body += _track("seconds", [seconds(s) for s in spent], spent, partition, bands, places, y)
         y += TRACK + 16
-    kept = [cell.activations for cell in cut.cells]
-    body += _track("kept bytes", [size(n) for n in kept], kept, cut, bands, places, y)
-    return page(width, y + TRACK + 16, title or "The cut of a model", body)
+    kept = [cell.activations for cell in partition.cells]
+    body += _track("kept bytes", [size(n) for n in kept], kept, partition, bands, places, y)
+    return page(width, y + TRACK + 16, title or "The partition of a model", body)
 
 
 # --- where things lie ----------------------------------------------------------------------------
 
 
-def _bands(cut: Cut) -> list[tuple[float, float]]:
-    """Left and right of each stage: wide enough for its words, and more with more cells."""
-    depth = len(cut.stages)
-    room = max(1200 - LEFT - RIGHT - BETWEEN * (depth - 1), NARROW * depth)
-    spare = room - NARROW * depth
+def _bands(partition: Partition) -> list[tuple[float, float]]:
+    """Left and right of each stage: wide enough for its caption, and more with more cells."""
+    depth = len(partition.stages)
+    inner = max(1200 - LEFT - RIGHT - BETWEEN * (depth - 1), NARROW * depth)
+    spare = inner - NARROW * depth
     found, x = [], float(LEFT)
     for stage in range(depth):
-        wide = NARROW + spare * len(cut.of(stage)) / len(cut.cells)
+        wide = NARROW + spare * len(partition.of(stage)) / len(partition.cells)
         found.append((x, x + wide))
         x += wide + BETWEEN
     return found
 
 
-def _places(cut: Cut, bands: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _places(partition: Partition, bands: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Left and right of each cell."""
     found = []
     for stage, (left, right) in enumerate(bands):
-        count = len(cut.of(stage))
+        count = len(partition.of(stage))
         each = (right - left) / max(count, 1)
         found += [(left + n * each, left + (n + 1) * each) for n in range(count)]
     return found
 
 
-def _bows(cut: Cut, places: list[tuple[float, float]]) -> list[Bow]:
-    """Every crossing on the lowest level where neither it nor its words touch a narrower one."""
+def _bows(partition: Partition, places: list[tuple[float, float]]) -> list[Bow]:
+    """Every crossing on the lowest level where neither it nor its label touches a narrower one."""
     found: list[Bow] = []
-    for c in sorted(cut.crossings, key=lambda c: c.target - c.source):
+    for c in sorted(partition.crossings, key=lambda c: c.target - c.source):
         start, stop = _along(places[c.source], 0.66), _along(places[c.target], 0.34)
         left, right = _extent(start, stop, c)
         below = [
@@ -122,7 +122,7 @@ def _middle(left: float, right: float) -> float:
 
 
 def _wide(crossing: Crossing) -> float:
-    """Room for the words of an arc."""
+    """Width of the label of an arc."""
     return 6.8 * len(size(crossing.bytes)) + 8
 
 
@@ -134,29 +134,29 @@ def _extent(start: float, stop: float, crossing: Crossing) -> tuple[float, float
 # --- what is drawn -------------------------------------------------------------------------------
 
 
-def _header(cut: Cut, title: str, plan: Plan | None, width: float) -> list[str]:
-    blocks = sum(len(cell.blocks) for cell in cut.cells)
-    sent = sum(c.bytes for c in cut.crossings)
-    said = f"{blocks} blocks · {len(cut.stages)} stages · {size(sent)} cross per micro-batch"
+def _header(partition: Partition, title: str, plan: Plan | None, width: float) -> list[str]:
+    blocks = sum(len(cell.blocks) for cell in partition.cells)
+    sent = sum(c.bytes for c in partition.crossings)
+    lines = f"{blocks} blocks · {len(partition.stages)} stages · {size(sent)} cross per micro-batch"
     drawn = [
-        words(20, 28, title or "The cut of a model", 17, INK, more=BOLD),
-        words(width - RIGHT, 28, said, 13, SOFT, "end"),
+        caption(20, 28, title or "The partition of a model", 17, INK, more=BOLD),
+        caption(width - RIGHT, 28, lines, 13, SOFT, "end"),
     ]
-    if plan and any(_stays(c, cut, plan) for c in cut.crossings):
-        drawn.append(words(width - RIGHT, 46, "dashed: stays on its rank", 11, SOFT, "end"))
+    if plan and any(_stays(c, partition, plan) for c in partition.crossings):
+        drawn.append(caption(width - RIGHT, 46, "dashed: stays on its rank", 11, SOFT, "end"))
     return drawn
 
 
-def _stays(crossing: Crossing, cut: Cut, plan: Plan | None) -> bool:
-    ends = cut.cells[crossing.source].stage, cut.cells[crossing.target].stage
+def _stays(crossing: Crossing, partition: Partition, plan: Plan | None) -> bool:
+    ends = partition.cells[crossing.source].stage, partition.cells[crossing.target].stage
     return plan is not None and stays_put(plan, *ends)
 
 
-def _arc(bow: Bow, cut: Cut, plan: Plan | None, top: float, bows: list[Bow]) -> str:
+def _arc(bow: Bow, partition: Partition, plan: Plan | None, top: float, bows: list[Bow]) -> str:
     c, most = bow.crossing, max(b.crossing.bytes for b in bows) or 1
-    source, target = cut.cells[c.source], cut.cells[c.target]
+    source, target = partition.cells[c.source], partition.cells[c.target]
     tip = f"{', '.join(c.names)}: {size(c.bytes)} from stage {source.stage} to {target.stage}"
-    dashes = 'stroke-dasharray="5 4"' if _stays(c, cut, plan) else ""
+    dashes = 'stroke-dasharray="5 4"' if _stays(c, partition, plan) else ""
     thick = 1.2 + 2.8 * c.bytes / most
     return arc(bow.start, bow.stop, top - 3, _high(bow), _colour(source.stage), thick, tip, dashes)
 
@@ -166,14 +166,14 @@ def _high(bow: Bow) -> float:
 
 
 def _tight(bow: Bow) -> bool:
-    """Whether the words of an arc stand over it, because they would hide it."""
+    """Whether the label of an arc stands over it, because it would hide it."""
     return bow.stop - bow.start < _wide(bow.crossing) + 40
 
 
 def _label(bow: Bow, top: float) -> str:
     halo = f'stroke="{PAPER}" stroke-width="5" paint-order="stroke"'
     x, y = _middle(bow.start, bow.stop), top - _high(bow) + (-8 if _tight(bow) else 1)
-    return words(x, y, size(bow.crossing.bytes), 11, INK, "middle", halo)
+    return caption(x, y, size(bow.crossing.bytes), 11, INK, "middle", halo)
 
 
 def _cell(cell: Cell, left: float, right: float, top: float) -> list[str]:
@@ -183,7 +183,7 @@ def _cell(cell: Cell, left: float, right: float, top: float) -> list[str]:
         ink = INK if fill in DARK else "#ffffff"
         x, y = _middle(left, right) + 4, top + TALL - 7
         turned = f'transform="rotate(-90 {x:.1f} {y:.1f})" class="on" pointer-events="none"'
-        drawn.append(words(x, y, _short(cell.name), 11, ink, more=turned))
+        drawn.append(caption(x, y, _short(cell.name), 11, ink, more=turned))
     return drawn
 
 
@@ -202,29 +202,31 @@ def _colour(stage: int) -> str:
     return STAGES[stage % len(STAGES)]
 
 
-def _lines(cut: Cut, plan: Plan | None) -> int:
-    return 3 + (plan is not None) + cut.timed
+def _lines(partition: Partition, plan: Plan | None) -> int:
+    return 3 + (plan is not None) + partition.timed
 
 
-def _stages(cut: Cut, bands: list[tuple[float, float]], plan: Plan | None, top: float) -> list[str]:
+def _stages(
+    partition: Partition, bands: list[tuple[float, float]], plan: Plan | None, top: float
+) -> list[str]:
     drawn = []
     for stage, (left, right) in enumerate(bands):
         x = _middle(left, right)
-        said = [listed("rank", plan.replica_groups[stage])] if plan else []
-        said += [cut.spent(stage)] if cut.timed else []
-        said += [cut.kept(stage), f"weights {size(cut.stages[stage].weights)}"]
-        drawn.append(words(x, top, f"stage {stage}", 13, INK, "middle", BOLD))
+        lines = [listed("rank", plan.replica_groups[stage])] if plan else []
+        lines += [partition.spent(stage)] if partition.timed else []
+        lines += [partition.kept(stage), f"weights {size(partition.stages[stage].weights)}"]
+        drawn.append(caption(x, top, f"stage {stage}", 13, INK, "middle", BOLD))
         drawn += [
-            words(x, top + 16 * n, line, 11, SOFT, "middle") for n, line in enumerate(said, 1)
+            caption(x, top + 16 * n, line, 11, SOFT, "middle") for n, line in enumerate(lines, 1)
         ]
     return drawn
 
 
 def _track(
     name: str,
-    said: list[str],
+    lines: list[str],
     values: list[float],
-    cut: Cut,
+    partition: Partition,
     bands: list[tuple[float, float]],
     places: list[tuple[float, float]],
     top: float,
@@ -232,11 +234,13 @@ def _track(
     """A bar for every cell, all to one scale."""
     most = max(values) or 1.0
     drawn = [
-        words(LEFT - 12, top + 16, name, 12, INK, "end"),
-        words(LEFT - 12, top + 32, f"most {said[values.index(max(values))]}", 10, SOFT, "end"),
+        caption(LEFT - 12, top + 16, name, 12, INK, "end"),
+        caption(LEFT - 12, top + 32, f"most {lines[values.index(max(values))]}", 10, SOFT, "end"),
     ]
     drawn += [rect(left, top, right - left, TRACK, FLOOR) for left, right in bands]
-    for cell, value, told, (left, right) in zip(cut.cells, values, said, places, strict=True):
+    for cell, value, told, (left, right) in zip(
+        partition.cells, values, lines, places, strict=True
+    ):
         high = TRACK * value / most
         tip = f"{cell.name}: {told}"
         inner = right - left - 1.5

@@ -1,4 +1,4 @@
-"""The cut of a model in characters: one line per stage, skips as rails on the left.
+"""The partition of a model in characters: one line per stage, skips as rails on the left.
 
 ●─╮  stage 0  enc1 .. enc2  12 blocks  1.2 ms  keeps 12.0 MiB  weights 9.1 KiB
 │ │           2.0 MiB to stage 1, 256.0 KiB to stage 2
@@ -9,26 +9,26 @@
 
 from __future__ import annotations
 
-from gems.draw.cut.core import Cut, stays_put
+from gems.draw.partition.cells import Partition, stays_put
 from gems.draw.units import listed, size
 from gems.plans.plan import Plan
 
 
-def text(cut: Cut, plan: Plan | None = None) -> str:
+def text(partition: Partition, plan: Plan | None = None) -> str:
     """The picture; the plan adds the ranks of each stage, and which values stay on theirs."""
-    depth = len(cut.stages)
-    sent = [dict(cut.sent(stage)) for stage in range(depth)]
+    depth = len(partition.stages)
+    sent = [dict(partition.sent(stage)) for stage in range(depth)]
     rails = _rails([(a, b) for a in range(depth) for b in sent[a] if b > a + 1])
-    described = [_described(cut, stage, plan) for stage in range(depth)]
+    described = [_described(partition, stage, plan) for stage in range(depth)]
     widths = [max(map(len, column)) for column in zip(*described, strict=True)]
     lines = []
     for stage, parts in enumerate(described):
         row = "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True))
         lines.append(f"{_node(stage, rails)}  {row}")
         if stage + 1 < depth:
-            said = ", ".join(_sent(stage, b, n, plan) for b, n in sent[stage].items())
+            sizes = ", ".join(_sent(stage, b, n, plan) for b, n in sent[stage].items())
             wires = _wires(stage, stage + 1 in sent[stage], rails)
-            lines.append(f"{wires}  {' ' * widths[0]}  {said}")
+            lines.append(f"{wires}  {' ' * widths[0]}  {sizes}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -37,15 +37,15 @@ def _sent(source: int, target: int, count: int, plan: Plan | None) -> str:
     return f"{size(count)} to stage {target}{' (same rank)' if stays else ''}"
 
 
-def _described(cut: Cut, stage: int, plan: Plan | None) -> list[str]:
-    cells = [cut.cells[n] for n in cut.of(stage)]
+def _described(partition: Partition, stage: int, plan: Plan | None) -> list[str]:
+    cells = [partition.cells[n] for n in partition.of(stage)]
     names = dict.fromkeys((cells[0].name, cells[-1].name)) if cells else {}
     blocks = sum(len(cell.blocks) for cell in cells)
     parts = [f"stage {stage}"]
     parts += [listed("rank", plan.replica_groups[stage])] if plan else []
     parts += [" .. ".join(names), f"{blocks} blocks" if blocks != 1 else "1 block"]
-    parts += [cut.spent(stage)] if cut.timed else []
-    return [*parts, cut.kept(stage), f"weights {size(cut.stages[stage].weights)}"]
+    parts += [partition.spent(stage)] if partition.timed else []
+    return [*parts, partition.kept(stage), f"weights {size(partition.stages[stage].weights)}"]
 
 
 def _rails(skips: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

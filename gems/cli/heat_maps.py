@@ -1,4 +1,4 @@
-"""Heat maps of slides: what a network says of each of their tiles."""
+"""Heat maps of slides: the class probabilities of their tiles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gems.cli.options import Options, string, switch
 from gems.errors import GemsError
 
 if TYPE_CHECKING:
@@ -16,18 +17,15 @@ if TYPE_CHECKING:
     from gems.data.source import Source
 
 
-def add_heat(parser: argparse.ArgumentParser, default: bool) -> None:
-    group = parser.add_argument_group("heat maps")
-    group.add_argument(
-        "--heat-map",
-        action=argparse.BooleanOptionalAction,
-        default=default,
-        help="medical: at the end, write a picture, GeoJSON and OME-TIFF of every slide "
-        f"({'default' if default else 'default: not'})",
-    )
-    group.add_argument(
-        "--shown-class", metavar="NAME", help="class that the pictures show (default: the last)"
-    )
+def heat_map_options(default: bool) -> Options:
+    return {
+        "--heat-map": switch(
+            default,
+            "medical: at the end, write PNG, GeoJSON and OME-TIFF of every slide "
+            f"({'default' if default else 'default: not'})",
+        ),
+        "--shown-class": string(None, "class that the pictures show (default: the last)", "NAME"),
+    }
 
 
 def wanted(given: argparse.Namespace) -> bool:

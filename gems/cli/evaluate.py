@@ -1,4 +1,4 @@
-"""How good a network is: metrics over samples it was not trained on."""
+"""Predictions of a network over samples, and their metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gems.cli.data import loader
 from gems.cli.progress import Pace, bar
-from gems.cli.reject import in_words
+from gems.cli.reject import as_gems_error
 from gems.torch.metrics import Scores
 
 if TYPE_CHECKING:
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from gems.torch.trainer import Trainer
 
 TASKS = {"classify": "classification", "segment": "segmentation"}
-HEADLINES = {"classify": "accuracy", "segment": "dice"}  # by which the best checkpoint is chosen
+HEADLINE_METRIC = {
+    "classify": "accuracy",
+    "segment": "dice",
+}  # of the best checkpoint
 UNLABELLED = -1
 
 
@@ -32,7 +35,7 @@ def predicted(
     scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
     pace, labelled = Pace(), 0
     likely: list[torch.Tensor] = []
-    with loader(given, source, size) as batches, bar("judging", batches.steps, shown) as show:
+    with loader(given, source, size) as batches, bar("evaluating", batches.steps, shown) as show:
         for images, targets in batches.epoch(0):
             start = perf_counter()
             output = trainer.predict(images)
@@ -42,7 +45,7 @@ def predicted(
                 output, known = output[known != UNLABELLED], known[known != UNLABELLED]
             labelled += len(known)
             if len(known):
-                with in_words():
+                with as_gems_error():
                     scores.add(output, known)
             pace.add(len(images), perf_counter() - start)
             show(f"{pace.now:.1f} images/s")

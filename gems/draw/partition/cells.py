@@ -35,7 +35,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """The cells stage by stage, what crosses, and what each stage costs per micro-batch.
 
     Of a stage that several ranks run together, seconds and bytes are those of each of them.
@@ -71,18 +71,18 @@ class Cut:
         return sorted(found.items())
 
 
-def cut(
+def partitioned(
     graph: Graph, stage_of: Sequence[int], costs: Costs | None = None, sizes: Sequence[int] = ()
-) -> Cut:
+) -> Partition:
     """The picture's data. `costs`, per block, add seconds to what the graph knows of bytes.
 
-    `sizes` says how many ranks share each stage; one, unless given.
+    `sizes` is the number of ranks of each stage; one, unless given.
     """
     sizes = tuple(sizes) or (1,) * (max(stage_of, default=0) + 1)
     cells = _cells(graph, stage_of, costs, sizes)
     known = costs or Costs((Cost(0.0, 0.0, 0.0),) * len(graph.blocks))
     stages = of_stages(known, graph, stage_of).shared(sizes).items
-    return Cut(cells, _crossings(graph, stage_of, cells), stages, sizes, costs is not None)
+    return Partition(cells, _crossings(graph, stage_of, cells), stages, sizes, costs is not None)
 
 
 def stays_put(plan: Plan, source: int, target: int) -> bool:

@@ -1,1 +1,0 @@
-"""Pictures of a model cut into stages: what each has, and what crosses between them."""
