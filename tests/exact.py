@@ -20,7 +20,7 @@ from gems.geometry.box import cuts
 from gems.plans.plan import Plan
 from gems.torch.runtime.rng import _lock
 from gems.torch.tracing.calls import Call, Record
-from gems.torch.tracing.recorder import record
+from gems.torch.tracing.record import record
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run

@@ -31,7 +31,7 @@ from gems.torch.spatial.halo_stash import Slabs
 from gems.torch.spatial.partition import Bound, Laid, bind, lay_out, lay_out_alone
 from gems.torch.tracing.calls import leaves_of
 from gems.torch.tracing.op_meter import storage_of
-from gems.torch.tracing.recorder import record
+from gems.torch.tracing.record import record
 from gems.transport.protocol import Transport
 from gems.transport.threads import Local, run
 

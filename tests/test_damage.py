@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from gems.errors import CheckpointError
 from gems.torch.checkpoint import manifest as manifests
+from gems.torch.checkpoint.validate import _alike
 from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.trainer import Trainer
 from gems.transport.threads import run
@@ -162,7 +164,13 @@ def test_a_file_runs_no_code_even_if_its_checksum_fits(
         assert marker.exists()
 
 
-def sign(path: Path, files: Any = (), tensors: Any = (), **fields: Any) -> None:
+def sign(
+    path: Path,
+    files: Any = (),
+    tensors: Any = (),
+    change: Callable[[dict[str, Any]], object] = lambda plain: None,
+    **fields: Any,
+) -> None:
     """Change the manifest and mend its checksums."""
     plain = json.loads((path / "manifest.json").read_text())
     for name, data in dict(files).items():
@@ -170,6 +178,7 @@ def sign(path: Path, files: Any = (), tensors: Any = (), **fields: Any) -> None:
     for key, change in dict(tensors).items():
         plain["tensors"][key] |= change
     plain |= fields
+    change(plain)
     plain["sha256"] = manifests._signature(plain)
     (path / "manifest.json").write_text(json.dumps(plain))
 
@@ -239,7 +248,79 @@ def tied(path: Path) -> None:
     sign(path, tensors={state: json.loads((path / "manifest.json").read_text())["tensors"][weight]})
 
 
+def compressed(path: Path) -> None:
+    """A tensor that takes more memory than its bytes: here little more, up to a thousand times."""
+    entry = manifests.read(path).tensors[BIAS]
+    held, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(1000, dtype=torch.float64), held)
+    with (
+        zipfile.ZipFile(held) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    data = (path / entry.file).read_bytes()
+    (path / entry.file).write_bytes(data + packed.getvalue())
+    sign(
+        path,
+        files={entry.file: data + packed.getvalue()},
+        tensors={BIAS: {"offset": len(data), "bytes": len(packed.getvalue())}},
+    )
+
+
+def piped(path: Path) -> None:
+    """A state without a checksum, which whoever reads it waits for."""
+    sign(path, change=lambda plain: plain["files"].pop("state.json"))
+    (path / "state.json").unlink()
+    os.mkfifo(path / "state.json")
+
+
 FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a tensor that is compressed": (compressed, "is not stored as torch stores it, uncompressed"),
+    "a state that is a pipe": (piped, "lists no state.json"),
+    "a position outside of numpy's state": (
+        lambda path: restated(
+            path, lambda plain: plain["random"]["0"]["numpy"]["state"].update(pos=10**6)
+        ),
+        "the states of random generators are not valid",
+    ),
+    "five learning rates": (
+        lambda path: restated(
+            path, lambda plain: plain["optimizer"]["groups"][0].update(lr={"$tensor": BIAS})
+        ),
+        "lr of group 0 of the optimizer is {'$tensor'",
+    ),
+    "momentum of integers": (
+        lambda path: sign(
+            path, tensors={"optimizer.head.bias/momentum_buffer": {"dtype": "int64"}}
+        ),
+        "the optimizer's momentum_buffer of head.bias does not fit it",
+    ),
+    "gradients of integers": (
+        lambda path: (
+            sign(path, tensors={"optimizer.head.bias/momentum_buffer": {"dtype": "int64"}}),
+            restated(
+                path,
+                lambda plain: plain.update(
+                    window=1,
+                    first=1,
+                    state={},
+                    gradients={
+                        "head.bias/0": {"$tensor": "optimizer.head.bias/momentum_buffer"}
+                    },
+                ),
+            ),
+        ),
+        "head.bias/0 is not of the shape and type of the weight",
+    ),
+    "more names than groups": (
+        lambda path: restated(path, lambda plain: plain["names"].append([])),
+        "2 lists of names for 1 groups of the optimizer",
+    ),
+    "a tensor by a list": (
+        lambda path: restated(path, lambda plain: plain.update(extra={"$tensor": [1]})),
+        "state.json refers to a tensor [1], which there is not",
+    ),
     "10^15 numbers": (
         lambda path: sign(path, tensors={BIAS: {"shape": [10**15]}}),
         "model.head.bias is (1000000000000000,) in",
@@ -306,7 +387,7 @@ FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: restated(
             path, lambda plain: plain["random"]["0"]["python"].update(version=[3])
         ),
-        "the states of random generators cannot be taken",
+        "the states of random generators are not valid",
     ),
     "a tensor that there is not": (
         lambda path: restated(path, lambda plain: plain.update(extra={"$tensor": "x"})),
@@ -358,13 +439,32 @@ def test_a_forged_checkpoint_is_rejected_on_all_ranks_and_changes_nothing(
     assert "take another checkpoint" in said[0]
 
 
+def test_many_names_of_one_weight_take_its_memory_once(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, path := tmp_path / "step-2")
+    names = [f"model.x{i}" for i in range(100)]
+    sign(path, change=lambda p: p["tensors"].update(dict.fromkeys(names, p["tensors"][BIAS])))
+    found = read_weights(path)
+    assert len({found[f"x{i}"].data_ptr() for i in range(100)}) == 1
+    assert torch.equal(found["x7"], found["head.bias"])
+
+
+def test_the_state_of_an_inner_scheduler_has_no_other_names() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    inner = [torch.optim.lr_scheduler.StepLR(optimizer, 3) for _ in range(2)]
+    outer = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, [5])
+    held, saved = outer.state_dict(), json.loads(json.dumps(outer.state_dict()))
+    assert _alike(held, saved, {}, finite=False)
+    saved["_schedulers"][0]["get_lr"] = 1.0  # would take the place of a method
+    assert not _alike(held, saved, {}, finite=False)
+
+
 def test_whoever_fails_after_all_was_validated_says_that_the_trainer_is_half_loaded(
     whole: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr("gems.torch.checkpoint.save_load.put", failing)
+    monkeypatch.setattr("gems.torch.checkpoint.save_load.restore", failing)
 
     def load(trainer: Trainer) -> str:
         with pytest.raises(CheckpointError) as rejected:

@@ -25,7 +25,7 @@ from gems.predict.timeline import Event, Memory, Timeline
 from gems.torch.agree import together
 from gems.torch.checkpoint import dcp_files as storage  # registers DCP's classes
 from gems.torch.checkpoint.json_values import same as same_plain
-from gems.torch.state.sharded_optimizer import Cells
+from gems.torch.state.sharded_optimizer import ShardSpec
 from gems.torch.trainer import Trainer
 from gems.transport import encoding
 from gems.transport.encoding import Malformed, pack, unpack
@@ -98,7 +98,7 @@ def test_objects_of_registered_classes_are_made_again() -> None:
     line = Timeline(
         (Event(0, "0F0", 0.0, 1.5),), memory=(((0.5, Memory(1, 2)),),), max_in_flight=(1,)
     )
-    value = {"lines": [line], 3: Cells(torch.bfloat16), "count": Counter("aab")}
+    value = {"lines": [line], 3: ShardSpec(torch.bfloat16), "count": Counter("aab")}
     assert unpack(pack(value)) == value
     assert unpack(pack(storage.WriteItemType.SHARD)) is storage.WriteItemType.SHARD
     array = np.arange(6).reshape(2, 3).T

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gems.errors import GemsError
-from gems.torch.checkpoint.atomic_folder import Draft
+from gems.torch.checkpoint.atomic_folder import AtomicFolder
 from gems.torch.checkpoint.manifest import latest, read, verify
 from gems.torch.interrupt import Interrupt
 from gems.torch.trainer import Trainer
@@ -137,7 +137,7 @@ def test_leftovers_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path: Path
     (tmp_path / "step-1.tmp-0123abcd").mkdir()
     (tmp_path / "step-1.tmp-0123abcd" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "notes.tmp-mine").mkdir()
-    living = Draft(tmp_path / "step-7")
+    living = AtomicFolder(tmp_path / "step-7")
     (living.path / "__0_0.distcp").write_bytes(b"half")
     on_ranks(TWO, lambda trainer: trainer.save(tmp_path / "step-2"))
     names = {p.name for p in tmp_path.iterdir()}
@@ -149,7 +149,7 @@ def test_leftovers_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path: Path
 def test_a_folder_gets_its_name_in_one_move(tmp_path: Path) -> None:
     """It is the folder that was written, not a new one that is filled: also where one was."""
     for text in ("old", "new"):
-        draft = Draft(tmp_path / "last")
+        draft = AtomicFolder(tmp_path / "last")
         (draft.path / "state.json").write_text(text)
         written = draft.path.stat().st_ino
         draft.publish()

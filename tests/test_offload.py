@@ -27,8 +27,8 @@ from gems.schedule.action import Kind, Schedule, parse
 from gems.schedule.build import lowered
 from gems.schedule.lower.passes import lower
 from gems.schedule.validate import check
-from gems.torch.offload.activations import Bundle, View
-from gems.torch.offload.stores import Host, Slot, Work
+from gems.torch.offload.activations import PackedTensor, SavedTensors
+from gems.torch.offload.stores import HostStore, Slot, Work
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
@@ -332,7 +332,7 @@ class Watched:
     when the first are asked for again."""
 
     def __init__(self) -> None:
-        self.host = Host(torch.device("cpu"))
+        self.host = HostStore(torch.device("cpu"))
         self.written: list[tuple[StorageWeakRef, int]] = []
         self.left: int | None = None
 
@@ -369,7 +369,7 @@ class Late:
     """A store that does nothing before it is waited for."""
 
     def __init__(self) -> None:
-        self.host = Host(torch.device("cpu"))
+        self.host = HostStore(torch.device("cpu"))
 
     @property
     def used(self) -> int:
@@ -468,18 +468,19 @@ def test_what_is_stored_is_really_gone_and_as_much_as_was_counted(name: str) -> 
 
 
 def test_what_stays_is_looked_at_and_nothing_more() -> None:
-    bundle = Bundle(frozenset(), torch.device("cpu"))
+    bundle = SavedTensors(frozenset(), torch.device("cpu"))
     weight = torch.ones(3, requires_grad=True)
     bundle.weights = {weight.untyped_storage()._cdata}
-    stays = bundle.keep(weight, weight._version)
-    assert isinstance(stays, View) and stays not in bundle.views and stays.open() is not None
+    stays = bundle.pack(weight, weight._version)
+    assert isinstance(stays, PackedTensor) and stays not in bundle.packed
+    assert stays.unpack() is not None
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stays.open()
-    assert bundle.keep(x := torch.empty(0)) is x
-    assert bundle.keep(y := torch.complex(torch.ones(2), torch.ones(2)).conj()) is y
-    assert bundle.keep(z := torch.eye(2).to_sparse()) is z
+        stays.unpack()
+    assert bundle.pack(x := torch.empty(0)) is x
+    assert bundle.pack(y := torch.complex(torch.ones(2), torch.ones(2)).conj()) is y
+    assert bundle.pack(z := torch.eye(2).to_sparse()) is z
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -506,20 +507,20 @@ def test_what_changed_in_place_is_found_out(offload: Any) -> None:
 
 
 def test_what_changed_before_it_was_stored_is_found_out_when_it_is_back() -> None:
-    bundle, store = Bundle(frozenset(), torch.device("cpu")), Host(torch.device("cpu"))
+    bundle, store = SavedTensors(frozenset(), torch.device("cpu")), HostStore(torch.device("cpu"))
     x, y = torch.zeros(3), torch.zeros(2)
-    changed, same = bundle.keep(x, x._version), bundle.keep(y, y._version)
+    changed, same = bundle.pack(x, x._version), bundle.pack(y, y._version)
     x.add_(1)
-    for handle in bundle.store(store):
+    for handle in bundle.offload(store):
         handle.wait()
-    bundle.let_go()
-    for handle in bundle.load():
+    bundle.free()
+    for handle in bundle.prefetch():
         handle.wait()
-    bundle.arrive()
-    assert isinstance(same, View) and torch.equal(same.open(), y) and store.used == 0
+    bundle.finish_prefetch()
+    assert isinstance(same, PackedTensor) and torch.equal(same.unpack(), y) and store.used == 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        assert isinstance(changed, View)
-        changed.open()
+        assert isinstance(changed, PackedTensor)
+        changed.unpack()
 
 
 def test_plans_that_put_nothing_away_are_refused() -> None:

@@ -14,7 +14,7 @@ from gems.errors import PlanError
 from gems.plans.plan import Plan
 from gems.predict.memory import live
 from gems.schedule.action import Kind
-from gems.torch.offload.split_inputs import part_of
+from gems.torch.offload.split_inputs import shard_of
 from gems.torch.spatial.group import CHANNEL, SpatialGroup
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -108,12 +108,12 @@ def test_parts_are_put_together_with_the_strides_they_had() -> None:
         x = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
         last = x.contiguous(memory_format=torch.channels_last)
         for y in (x, last, x.permute(3, 1, 0, 2), x[0, 0, 0, 0], torch.arange(3) > 1):
-            form, part = part_of(y, team)
-            found = form.gathered(part, team)
+            form, part = shard_of(y, team)
+            found = form.unshard(part, team)
             assert part.numel() == -(-y.numel() // team.size)
             assert torch.equal(found, y) and found.stride() == y.stride()
-        form, part = part_of(x[:, :, ::2], team)  # with holes, which nobody keeps
-        assert torch.equal(form.gathered(part, team), x[:, :, ::2])
+        form, part = shard_of(x[:, :, ::2], team)  # with holes, which nobody keeps
+        assert torch.equal(form.unshard(part, team), x[:, :, ::2])
 
     run(4, work)
 

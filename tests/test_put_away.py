@@ -280,7 +280,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         planned(small(), data(1), eager, clip=1.0)
     with pytest.raises(PlanError, match="precision='fp16' must see all of them first"):
         planned(small(), data(1), eager, precision="fp16")
-    with pytest.raises(PlanError, match=r"LBFGS may look at all parameters together.*by_parameter"):
+    with pytest.raises(PlanError, match=r"LBFGS may need all parameters at once.*by_parameter"):
         planned(small(), data(1), L2L, make=torch.optim.LBFGS)
 
 

@@ -11,7 +11,7 @@ import torch
 from gems.errors import GemsError, PlanError
 from gems.plans.offload import offload_of, place_of
 from gems.plans.plan import Plan
-from gems.torch.offload.stores import Disk, store
+from gems.torch.offload.stores import DiskStore, make_store
 
 CPU = torch.device("cpu")
 each_place = pytest.mark.parametrize("place", ["host", "disk"])
@@ -19,7 +19,7 @@ each_place = pytest.mark.parametrize("place", ["host", "disk"])
 
 @each_place
 def test_bytes_come_back_as_they_went(place: str, tmp_path: Path) -> None:
-    home = store(place, CPU, tmp_path)
+    home = make_store(place, CPU, tmp_path)
     given = [torch.randn(3, 5), torch.arange(7), torch.zeros(0), torch.tensor(True)]
     slots = [home.slot(x.nbytes) for x in given]
     for handle in [slot.write(x) for slot, x in zip(slots, given, strict=True)]:
@@ -34,7 +34,7 @@ def test_bytes_come_back_as_they_went(place: str, tmp_path: Path) -> None:
 
 @each_place
 def test_a_slot_gives_what_was_written_last(place: str, tmp_path: Path) -> None:
-    home = store(place, CPU, tmp_path)
+    home = make_store(place, CPU, tmp_path)
     slot, into = home.slot(8), torch.zeros(1, dtype=torch.float64)
     handles = [slot.write(torch.full((1,), float(n), dtype=torch.float64)) for n in range(3)]
     handles.append(slot.read(into))
@@ -46,19 +46,19 @@ def test_a_slot_gives_what_was_written_last(place: str, tmp_path: Path) -> None:
 
 @each_place
 def test_room_that_was_freed_is_used_again(place: str, tmp_path: Path) -> None:
-    home = store(place, CPU, tmp_path)
+    home = make_store(place, CPU, tmp_path)
     for _ in range(5):
         slot = home.slot(1000)
         slot.write(torch.ones(250)).wait()
         slot.free()
     assert home.used == 0
-    if isinstance(home, Disk):
+    if isinstance(home, DiskStore):
         assert os.fstat(home.file.fileno()).st_size == 1000
     home.close()
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:
-    home = Disk(CPU, tmp_path)
+    home = DiskStore(CPU, tmp_path)
     home.slot(4).write(torch.ones(1)).wait()
     assert list(tmp_path.iterdir()) == []
     home.close()
@@ -66,12 +66,12 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(GemsError, match=r"nowhere.*another folder"):
-        Disk(CPU, tmp_path / "nowhere")
+        DiskStore(CPU, tmp_path / "nowhere")
 
 
 def test_reading_what_was_never_written_is_an_error(tmp_path: Path) -> None:
-    home = Disk(CPU, tmp_path)
-    with pytest.raises(GemsError, match="are not there"):
+    home = DiskStore(CPU, tmp_path)
+    with pytest.raises(GemsError, match="are missing"):
         home.slot(8).read(torch.zeros(1, dtype=torch.float64)).wait()
     home.close()
 

@@ -13,7 +13,7 @@ from torch import nn
 from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
-from gems.transport.threads import run
+from gems.transport.threads import Hung, Local, run
 from tests import networks
 from tests.exact import assert_equal, batches, close, join, plainly, planned, sgd, trained
 from tests.worlds import spawn
@@ -380,3 +380,12 @@ def test_threads_hold_no_finished_collectives() -> None:
         return sum(len(x) for x in vars(world).values() if isinstance(x, dict))
 
     assert held(30) == held(1) == 0
+
+
+def test_ranks_that_wait_for_ever_are_ended_with_their_stacks() -> None:
+    def work(transport: Local) -> None:
+        if transport.rank == 0:
+            transport.irecv(torch.ones(4), 1).wait()
+
+    with pytest.raises(Hung, match="wait_for"):
+        run(2, work, seconds=0.2)

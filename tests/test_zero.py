@@ -386,7 +386,7 @@ def test_what_cannot_be_shared_out_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="each stage is on one rank; give the plan data-parallel"):
         planned(small(), data(1), Plan(stages=1, zero=1))
     for make in (torch.optim.Adafactor, torch.optim.LBFGS, Mine):
-        with pytest.raises(PlanError, match=f"{make.__name__} may look at a parameter as a whole"):
+        with pytest.raises(PlanError, match=f"{make.__name__} may need a parameter as a whole"):
             planned(small(), data(1), replace(UNITS, data=2, zero=1), make=make)
 
 
@@ -397,7 +397,7 @@ class Mine(torch.optim.SGD):
 class Known(Mine):
     """It says that it works cell by cell, and has state before the first step."""
 
-    by_cell = True
+    elementwise = True
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, 0.1, momentum=0.9)

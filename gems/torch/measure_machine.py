@@ -18,7 +18,7 @@ from torch import nn
 from gems.hardware import Device, Link, Machine
 from gems.plans.plan import Plan
 from gems.torch.launch import loopback
-from gems.torch.offload.stores import Disk
+from gems.torch.offload.stores import DiskStore
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.trainer import Trainer
 from gems.transport.torch_distributed import TorchDist
@@ -54,7 +54,7 @@ def measured() -> Machine:
 
 def _disk() -> Link:
     """The slower of writing and reading; the system may well keep some of it in memory."""
-    home = Disk(torch.device("cpu"))
+    home = DiskStore(torch.device("cpu"))
 
     def seconds(x: torch.Tensor) -> float:
         slot = home.slot(x.nbytes)

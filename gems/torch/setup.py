@@ -33,8 +33,8 @@ from gems.schedule.validate import require
 from gems.torch.runtime.stage_programs import PRECISIONS
 from gems.torch.tracing.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
-from gems.torch.tracing.recorder import REMEDY
 from gems.torch.tracing.trace import Trace, trace
+from gems.torch.tracing.unrecordable import REMEDY
 from gems.transport.protocol import Transport
 
 log = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from gems.torch.consensus import (
 from gems.torch.interrupt import Interrupt
 from gems.torch.launch import device_for
 from gems.torch.lifetime import closable, connected
-from gems.torch.offload.malloc import lean, trim
-from gems.torch.offload.stores import Store, store
+from gems.torch.offload.malloc import mmap_large, trim
+from gems.torch.offload.stores import Store, make_store
 from gems.torch.runtime.adapter import OneBatch, TorchAdapter
 from gems.torch.runtime.async_pipeline import Run
 from gems.torch.runtime.begin_step import begin_step, changed_buffers
@@ -62,21 +62,12 @@ from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.step_state import StepState
 from gems.torch.setup import Surroundings, set_up
 from gems.torch.spatial.group import CHANNEL
+from gems.torch.state.deferred_init import DeferredInit, Initialize, place_weights
+from gems.torch.state.full_state_dict import full_state_dict, load_full_state_dict, named_weights
 from gems.torch.state.grad_bucket import restored
 from gems.torch.state.loss_scale import LossScale
-from gems.torch.state.optimizer_step import REST, Updates
-from gems.torch.state.ownership import (
-    Initialize,
-    Unmade,
-    keep_only,
-    load_state,
-    named_weights,
-    ownership,
-    reject_unordered,
-    stats_owners,
-    unordered,
-    whole_state,
-)
+from gems.torch.state.optimizer_step import TIED, StageOptimizer
+from gems.torch.state.ownership import extra_state_owners, ownership, reject_unordered, unordered
 from gems.torch.state.rank_weights import RankWeights, size
 from gems.torch.state.replicate import replicate
 from gems.torch.state.rollback import Rollback
@@ -230,7 +221,7 @@ class Trainer:
             )
         self._reject_eager(plan)
         self.owned = ownership(traced.graph, stage_of, plan)
-        self.stats_owners = stats_owners(self.model, traced, stage_of, self.owned, plan)
+        self.extra_state_owners = extra_state_owners(self.model, traced, stage_of, self.owned, plan)
         self.loss_weights = parameters_of(self.loss, self.model) if self.trains else {}
         self.owned = with_loss(self.owned, self.loss_weights, plan)
         self.leaves_of_loss = Leaves(self.model)
@@ -239,21 +230,21 @@ class Trainer:
         free = free_buffers(traced.record, self.model) if plan.schedule != ASYNCHRONOUS else ()
         reject_unordered(self.model, traced, self.owned, self.unordered, free)
         if self.on_disk:
-            lean()
-        unmade = keep_only(
+            mmap_large()
+        deferred = place_weights(
             self.model,
             self.owned.on(self.rank),
             self.first_name,
             self.device,
             self.seed,
             initialize,
-            later=self._put_away_names(),
+            deferred=self._put_away_names(),
         )
         last = self.rank in plan.replica_groups[plan.depth - 1]
         device = self.device if last else torch.device("meta")
         self.loss_weights = place(self.loss, self.loss_weights, device)
         self._agree_on_start(same_model, sample)
-        self._connect(unmade)
+        self._connect(deferred)
         self.endless = Run(self) if plan.schedule == ASYNCHRONOUS else None
         if self.on_disk:
             trim()
@@ -319,7 +310,7 @@ class Trainer:
         alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
         return trained.intersection(name for names in alone for name in names)
 
-    def _connect(self, unmade: Unmade) -> None:
+    def _connect(self, deferred: DeferredInit) -> None:
         """Set up the links and groups, replicate initial weights, make the adapter and engines."""
         plan, transport = self.plan, self.transport
         rows = (self.schedule, forward_only(plan))
@@ -343,7 +334,7 @@ class Trainer:
             *self.loss_weights.values(),
         ):  # what an earlier backward left is no part of a step
             p.grad = None
-        self.runner = self._make_runner(unmade)
+        self.runner = self._make_runner(deferred)
         self.weights = self.runner.weights
         self.batches = OneBatch()
         self.adapter = TorchAdapter(self.runner, self.batches)
@@ -352,7 +343,7 @@ class Trainer:
             self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
 
-    def _make_runner(self, unmade: Unmade) -> StageRunner:
+    def _make_runner(self, deferred: DeferredInit) -> StageRunner:
         plan, actions = self.plan, self.schedule.ranks[self.rank]
         split = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes}
         activation_store = self._store("activations")
@@ -362,7 +353,7 @@ class Trainer:
             self.owned,
             self.transport,
             loss_weights=self.loss_weights,
-            unmade=unmade,
+            deferred=deferred,
             host=self._store("weights"),
         )
         weights.needs_norm = self.clip is not None or self.precision == "fp16"
@@ -402,7 +393,7 @@ class Trainer:
         """Where something is while it is put away; None if it stays."""
         if not (place := self.plan.offloaded_to(what)):
             return None
-        self.stores.append(store(place, self.device, self.offload_folder))
+        self.stores.append(make_store(place, self.device, self.offload_folder))
         return self.stores[-1]
 
     def forecast(self) -> Timeline:
@@ -424,7 +415,7 @@ class Trainer:
             raise PlanError("a scheduler needs an optimizer; give the trainer one")
         self.optimizer = self._make_optimizer(optimizer)
         self.weights.optimizer = self.optimizer
-        self.updates = self._make_updates()
+        self.stage_optimizer = self._make_updates()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         if self.optimizer is None:
             return {"kinds": "none"}
@@ -476,7 +467,7 @@ class Trainer:
         shard_optimizer(optimizer, self.weights.shards.values(), self.plan.zero)
         return optimizer
 
-    def _make_updates(self) -> Updates | None:
+    def _make_updates(self) -> StageOptimizer | None:
         """Stage by stage, where something is put away or updates are eager."""
         late = not self.plan.offloaded_state and self.plan.optimizer_step == "end"
         if self.optimizer is None or late:
@@ -490,8 +481,8 @@ class Trainer:
         stepped, stages = self._stepped(), self.plan.stages_on[self.rank]
         parts = {s: [stepped[n] for n in self.owned.only(s) if n in stepped] for s in stages}
         alone = {id(p) for mine in parts.values() for p in mine}
-        parts[REST] = [p for p in stepped.values() if id(p) not in alone]
-        return Updates(self.optimizer, parts, self.weights.shards, place)
+        parts[TIED] = [p for p in stepped.values() if id(p) not in alone]
+        return StageOptimizer(self.optimizer, parts, self.weights.shards, place)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank has: of its stages and, on ranks of the last stage, of a
@@ -514,7 +505,9 @@ class Trainer:
         shards = self.weights.shards.values()
         shared = {name for shard in shards for name in shard.parameters}
         alone = {n: p for n, p in self._named_parameters() if n not in shared}
-        return alone | {n: piece.part for shard in shards for n, piece in shard.pieces.items()}
+        return alone | {
+            n: piece.param for shard in shards for n, piece in shard.param_shards.items()
+        }
 
     # --- training -------------------------------------------------------------------------------
 
@@ -578,19 +571,21 @@ class Trainer:
             # first call does not know their number, so the last one mends it.
             scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
             self._begin_batch(batch, training=True, scale=scale, update=update)
-            before.hold(changed_buffers(self.state, self.weights))
+            before.save_buffers(changed_buffers(self.state, self.weights))
 
         batch = self._begin("step", inputs, targets, begin)
         self.factor = self.first / (self.window + batch.samples)  # for eager updates
-        if self.updates is not None:
-            self.updates.made.clear()
+        if self.stage_optimizer is not None:
+            self.stage_optimizer.stepped.clear()
         return batch
 
     def _break_off(self, error: BaseException, before: Rollback) -> None:
         """A step failed half-way. One rank alone, with all of its state in place, can go on from
         before the step; others cannot know how far their peers came."""
         before.undo(self)
-        alone = self.transport.world == 1 and self.updates is None and not self.weights.shards
+        alone = (
+            self.transport.world == 1 and self.stage_optimizer is None and not self.weights.shards
+        )
         if not alone or self.runner.activation_store is not None:
             self.failed = error
 
@@ -661,9 +656,8 @@ class Trainer:
         wants_norm = update and (self.clip is not None or self.scale is not None)
         mine = self._square_norm() if wants_norm else 0.0
         told = self.interrupt is not None and self.interrupt.wanted
-        parts = torch.tensor(
-            [self.runner.loss.of_step(self.state), mine, told], dtype=torch.float64
-        )
+        loss = self.runner.loss.of_step(self.state)
+        parts = torch.tensor([loss, mine, told], dtype=torch.float64)
         self.transport.all_reduce(parts, tuple(range(self.transport.world))).wait()
         loss, square, tellings = parts.tolist()
         return loss, math.sqrt(square) if square >= 0 else math.nan, tellings > 0
@@ -686,14 +680,14 @@ class Trainer:
         """Of the gradients that this rank is the first to have, so that each counts once."""
         total = 0.0
         shards = self.weights.shards.values()
-        pieces = {n for shard in shards if shard.level for n in shard.pieces}
+        pieces = {n for shard in shards if shard.level for n in shard.param_shards}
         counted = pieces | {
             n for n, ranks in self.owned.replica_groups.items() if ranks[0] == self.rank
         }
         for name, p in self._stepped().items():
             if p.grad is not None and name in counted:
                 total += square(p.grad)
-        squares = [(n, square) for shard in shards for n, square in shard.squares.items()]
+        squares = [(n, square) for shard in shards for n, square in shard.grad_squares.items()]
         return total + sum(square for name, square in squares if name in counted)
 
     def _update(self, factor: float, norm: float) -> bool:
@@ -707,10 +701,10 @@ class Trainer:
                 return False
         if self.clip is not None and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)
-        if self.updates is not None:
-            for stage in self.updates.left():
+        if self.stage_optimizer is not None:
+            for stage in self.stage_optimizer.unstepped():
                 here = self.weights.resident_memory()
-                self._count_update(here, self.updates.step(stage, factor))
+                self._count_update(here, self.stage_optimizer.step(stage, factor))
         else:
             if factor != 1.0:
                 for p in self._stepped().values():
@@ -723,7 +717,7 @@ class Trainer:
 
     def _update_early(self, stage: int) -> tuple[int, Work]:
         """A stage's gradients are complete, and its update need not wait for the others'."""
-        assert self.updates is not None
+        assert self.stage_optimizer is not None
         if not self.state.update:  # more calls will add to these gradients
             return 0, Done()
         losses = [(i, float(loss)) for i, loss in self.state.losses]
@@ -733,7 +727,7 @@ class Trainer:
                     f"the loss of micro-batch {i} is {loss} in step {self.steps}; no update was "
                     "made on this rank. Look at the data of this step, or lower the learning rate"
                 )
-        return self.updates.begin(stage, self.factor)
+        return self.stage_optimizer.step_async(stage, self.factor)
 
     def _count_update(self, here: Memory, brought: int) -> None:
         """What is brought back for a late update may be the most that a step has here."""
@@ -746,25 +740,29 @@ class Trainer:
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
         for shard in self.weights.shards.values():
-            shard.forget()
+            shard.clear_grads()
 
     def _gather_updated(self) -> None:
         """Each holder has stepped its part of the weights; where all keep them, all get them."""
         shards = [shard for shard in self.weights.shards.values() if 0 < shard.level < 3]
-        pairs = [(m, shard.holders) for shard in shards if shard.whole for m in shard.memory]
+        pairs = [
+            (m, shard.ranks) for shard in shards if shard.is_unsharded for m in shard.flat_weights
+        ]
         for handle in [self.transport.all_gather(*pair) for pair in pairs]:
             handle.wait()
-        for shard in (shard for shard in shards if not shard.whole):  # put away, one at a time
-            for handle in shard.gather():
+        for shard in (
+            shard for shard in shards if not shard.is_unsharded
+        ):  # put away, one at a time
+            for handle in shard.unshard():
                 handle.wait()
-            for memory in shard.memory:
-                self.transport.all_gather(memory, shard.holders).wait()
-            shard.keep()
-            shard.release()
+            for memory in shard.flat_weights:
+                self.transport.all_gather(memory, shard.ranks).wait()
+            shard.write_back()
+            shard.reshard()
 
     def _release_kept(self) -> None:
         for shard in self.weights.shards.values():
-            shard.release_kept()
+            shard.release_leaked_views()
 
     def _step_scheduler(self, loss: float) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -813,11 +811,11 @@ class Trainer:
         self.flush()
         self._meet("state_dict")
         with self.weights.unsharded():
-            return whole_state(
+            return full_state_dict(
                 self.model,
                 self.owned,
                 self.first_name,
-                self.stats_owners,
+                self.extra_state_owners,
                 self.transport,
                 self.weights.copy,
             )
@@ -841,7 +839,7 @@ class Trainer:
         self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
         with self.weights.unsharded(fetched=False):
             held, put = self.owned.on(self.rank), self.weights.put
-            load_state(self.model, state, held, self.first_name, put)
+            load_full_state_dict(self.model, state, held, self.first_name, put)
         if self.endless is not None:
             self.endless.resume({})
 
@@ -934,8 +932,8 @@ class Trainer:
         if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True
-        if self.updates is not None:
-            self.updates.close()
+        if self.stage_optimizer is not None:
+            self.stage_optimizer.close()
         for away in self.stores:
             away.close()
         self.transport.close()

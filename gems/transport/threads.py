@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import tempfile
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 from gems.errors import GemsError, PeerError
@@ -15,7 +18,7 @@ Finish = Callable[[list[Any]], Any]
 
 
 class World:
-    """What the threads share: mail boxes, unfinished collectives, and the first failure."""
+    """What the threads share: mail boxes, collectives in progress, and the first failure."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -23,8 +26,7 @@ class World:
         self.mail: dict[Link, deque[Any]] = defaultdict(deque)
         self.posted: dict[Link, int] = defaultdict(int)
         self.taken: dict[Link, int] = defaultdict(int)
-        self.collectives: dict[Any, dict[int, Any]] = {}  # what each rank contributed
-        self.collected: dict[Any, int] = defaultdict(int)  # how many ranks have their result
+        self.collectives: dict[Any, dict[int, Any]] = {}  # that some rank has not joined yet
         self.failed: tuple[int, BaseException] | None = None
         self.closed: set[int] = set()
 
@@ -48,21 +50,6 @@ class World:
             f"rank {rank} stops because rank {min(ranks & self.closed)} has closed its trainer, "
             "and the others still need it"
         )
-
-    def contribute(self, key: Any, rank: int, thing: Any) -> None:
-        with self.changed:
-            self.collectives.setdefault(key, {})[rank] = thing
-            self.changed.notify_all()
-
-    def collect(self, key: Any, rank: int, ranks: Sequence[int]) -> list[Any]:
-        """What all of `ranks` contributed. The last one to collect it removes it."""
-        with self.changed:
-            parts = self.collectives[key]
-            self.wait_for(lambda: set(ranks) - parts.keys(), rank)
-            self.collected[key] += 1
-            if self.collected[key] == len(ranks):
-                del self.collectives[key], self.collected[key]
-            return [parts[rank] for rank in ranks]
 
 
 class _Arrival:
@@ -109,19 +96,30 @@ class _Arrival:
 
 
 class _Collective:
-    """Work that is done when all members contributed. Each computes its own result of them."""
+    """A collective that all of `ranks` join; `finish` gets what each of them gave, in order.
 
-    def __init__(self, local: Local, part: Any, ranks: tuple[int, ...], then: Finish) -> None:
-        self.local, self.ranks, self.then = local, ranks, then
-        self.key = (ranks, local.started[ranks])
-        local.started[ranks] += 1
-        local.shared.contribute(self.key, local.rank, part.clone())
-        self.done = False
+    Once all have joined, only their handles hold the parts.
+    """
 
-    def wait(self) -> None:
-        if not self.done:
-            self.then(self.local.shared.collect(self.key, self.local.rank, self.ranks))
-            self.done = True
+    def __init__(
+        self, local: Local, ranks: tuple[int, ...], given: Any, finish: Finish, name: str = ""
+    ) -> None:
+        self.local, self.ranks, self.finish = local, ranks, finish
+        shared, count = local.shared, local.joined[ranks, name]
+        local.joined[ranks, name] += 1
+        with shared.changed:
+            key = (ranks, name, count)
+            self.parts = shared.collectives.setdefault(key, {})
+            self.parts[local.rank] = given
+            if len(self.parts) == len(ranks):
+                del shared.collectives[key]
+            shared.changed.notify_all()
+
+    def wait(self) -> Any:
+        shared = self.local.shared
+        with shared.changed:
+            shared.wait_for(lambda: set(self.ranks) - self.parts.keys(), self.local.rank)
+            return self.finish([self.parts[rank] for rank in self.ranks])
 
 
 def _added(parts: list[Any]) -> Any:
@@ -133,12 +131,11 @@ def _added(parts: list[Any]) -> Any:
 
 
 class Local:
-    """One thread's end of the world."""
+    """The transport of one thread."""
 
     def __init__(self, shared: World, rank: int) -> None:
         self.shared, self.rank, self.world = shared, rank, shared.size
-        self.started: dict[tuple[int, ...], int] = defaultdict(int)  # collectives, by group
-        self.gathered = 0
+        self.joined: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
 
     def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
         return None
@@ -155,7 +152,7 @@ class Local:
     def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
-        return _Collective(self, buffer, ranks, lambda parts: buffer.copy_(_added(parts)))
+        return _Collective(self, ranks, buffer.clone(), lambda parts: buffer.copy_(_added(parts)))
 
     def reduce_scatter(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
@@ -165,7 +162,7 @@ class Local:
             mine = [own_part(part, self.rank, ranks) for part in parts]
             own_part(buffer, self.rank, ranks).copy_(_added(mine))
 
-        return _Collective(self, buffer, ranks, finish)
+        return _Collective(self, ranks, buffer.clone(), finish)
 
     def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
@@ -175,20 +172,19 @@ class Local:
             for rank, part in zip(ranks, parts, strict=True):
                 own_part(buffer, rank, ranks).copy_(part)
 
-        return _Collective(self, own_part(buffer, self.rank, ranks), ranks, finish)
+        return _Collective(self, ranks, own_part(buffer, self.rank, ranks).clone(), finish)
 
     def broadcast(self, buffer: Any, source: int) -> None:
-        things = self._gathered(buffer.clone() if self.rank == source else None)
-        buffer.copy_(things[source])
+        parts = self._gather(buffer.clone() if self.rank == source else None)
+        buffer.copy_(parts[source])
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         """By way of bytes, so that a thread sees what a process would see."""
-        return [thing] if self.world == 1 else unpack_all(self._gathered(pack(thing)))
+        return [thing] if self.world == 1 else unpack_all(self._gather(pack(thing)))
 
-    def _gathered(self, thing: Any) -> list[Any]:
-        key, self.gathered = ("gather", self.gathered), self.gathered + 1
-        self.shared.contribute(key, self.rank, thing)
-        return self.shared.collect(key, self.rank, range(self.world))
+    def _gather(self, thing: Any) -> list[Any]:
+        everyone = tuple(range(self.world))
+        return _Collective(self, everyone, thing, lambda parts: parts, "objects").wait()
 
     def fail(self, error: BaseException) -> None:
         with self.shared.changed:
@@ -202,8 +198,15 @@ class Local:
             self.shared.changed.notify_all()
 
 
-def run(size: int, work: Callable[[Local], Any]) -> list[Any]:
-    """Run `work` on `size` ranks, each a thread; their results, or the first rank's own error."""
+class Hung(GemsError):
+    """Ranks have not ended in time; the message is the stacks of all threads."""
+
+
+def run(size: int, work: Callable[[Local], Any], seconds: float | None = None) -> list[Any]:
+    """Run `work` on `size` ranks, each a thread; their results, or the first rank's own error.
+
+    Raises Hung if that takes more than `seconds`.
+    """
     world = World(size)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
@@ -222,9 +225,24 @@ def run(size: int, work: Callable[[Local], Any]) -> list[Any]:
     ]
     for thread in threads:
         thread.start()
+    deadline = None if seconds is None else monotonic() + seconds
     for thread in threads:
-        thread.join()
+        thread.join(None if deadline is None else max(0.0, deadline - monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        hung = Hung(_stacks())
+        world.rank(0).fail(Hung(f"ranks have not ended in {seconds} seconds"))
+        for thread in threads:
+            thread.join(5)
+        raise hung
     if errors:
+        own = [rank for rank, error in errors.items() if not isinstance(error, PeerError)]
         first = world.failed[0] if world.failed else min(errors)
-        raise errors.get(first) or GemsError("a rank failed")
+        raise errors[first if not own or first in own else min(own)]
     return results
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

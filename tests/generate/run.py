@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import math
 import re
 import tempfile
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -19,10 +16,10 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from gems.errors import LossError, PeerError, PlanError, ShapeError, TraceError
+from gems.errors import LossError, PlanError, ShapeError, TraceError
 from gems.plans.plan import ASYNCHRONOUS, Plan
 from gems.torch.trainer import Trainer
-from gems.transport.threads import World
+from gems.transport.threads import Hung, run
 from tests.exact import Recordings, part, samples_in
 from tests.generate.cases import Case
 from tests.generate.models import BATCH_DIM, Net, batch, build, copy_of, draws, loss
@@ -66,56 +63,6 @@ class Verdict:
             text = text.split(":")[0]
             text = "state" if text.startswith("state") else text
         return f"{self.kind} {text[:120]} {self.place}"
-
-
-class Hung(Exception):
-    """Ranks that wait for ever; the message is where."""
-
-
-# --- ranks ----------------------------------------------------------------------------------------
-
-
-def ranks(size: int, work: Callable[[Any], Any], seconds: float) -> list[Any]:
-    """`work` on so many threads; the first rank's own error, or Hung."""
-    world = World(size)
-    results: list[Any] = [None] * size
-    errors: dict[int, BaseException] = {}
-
-    def body(rank: int) -> None:
-        local = world.rank(rank)
-        try:
-            results[rank] = work(local)
-        except BaseException as error:
-            errors[rank] = error
-            local.fail(error)
-
-    threads = [
-        threading.Thread(target=body, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
-        for rank in range(size)
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        where = _stacks()
-        world.rank(0).fail(Hung("the watchdog"))
-        for thread in threads:
-            thread.join(5)
-        raise Hung(where)
-    if errors:
-        own = [rank for rank, error in errors.items() if not isinstance(error, PeerError)]
-        first = world.failed[0] if world.failed else min(errors)
-        raise errors[first if not own or first in own else min(own)]
-    return results
-
-
-def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
 
 
 class Shared(Recordings):
@@ -229,7 +176,7 @@ def planned(case: Case, model: Net, seconds: float = SECONDS) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, recording:
         for options, steps in phases(case):
             plan = Plan(**options)
-            outcomes = ranks(plan.world, work(case, model, plan, steps, Path(folder)), seconds)
+            outcomes = run(plan.world, work(case, model, plan, steps, Path(folder)), seconds)
             for rank, other in enumerate(outcomes):
                 if text := difference(other, outcomes[0], 0.0):
                     raise Mismatch(f"ranks 0 and {rank} differ: {text}")

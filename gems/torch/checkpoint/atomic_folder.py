@@ -3,10 +3,10 @@
     run/step-200.tmp-5f3a09c1   being written, locked by the writer; or left behind by a dead one
     run/step-200                complete: renamed only after every file was on the disk
 
-A folder that goes is renamed first, so that half of one never has a name that counts.
+A folder is renamed before it is removed, so that half of one never has a final name.
 
-Only what GEMS wrote goes: files by the names in OWN. A link in the place of a folder is replaced or
-removed itself, never what it leads to.
+Only what GEMS wrote is removed: files by the names in OWN. A link in the place of a folder is
+replaced or removed itself, never what it leads to.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OWN = re.compile(r"manifest\.json|state\.json|\.metadata(\.tmp)?|__\d{1,9}_\d{1,
 EXCHANGE, HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of renameat2(2)
 
 
-class Draft:
-    """A folder under way. Its lock ends with the process, however that ends."""
+class AtomicFolder:
+    """A temporary folder, until it is published. Its lock ends with the process."""
 
     def __init__(self, path: Path) -> None:
         self.target = path
@@ -40,7 +40,7 @@ class Draft:
         _lock(self.handle)
 
     def publish(self) -> None:
-        """Give it its name. What had that name before goes."""
+        """Give it its name. What had that name before is removed."""
         try:
             sync(self.path)
             replaced = os.path.lexists(self.target)
@@ -68,13 +68,13 @@ class Draft:
 
 
 def remove(path: Path) -> None:
-    """Away with a folder, in one move as far as others can see."""
+    """Remove a folder, in one move as far as others can see."""
     os.rename(path, gone := _aside(path))
     _clear(gone)
 
 
 def foreign(path: Path) -> list[str]:
-    """What a folder holds that GEMS did not write there. Of a link nothing is at stake."""
+    """What a folder holds that GEMS did not write there. A link holds nothing."""
     if path.is_symlink():
         return []
     with os.scandir(path) as entries:
@@ -84,7 +84,7 @@ def foreign(path: Path) -> list[str]:
 
 
 def _clear(path: Path) -> None:
-    """Away with a folder's own files and then itself, or with a link; all else stays."""
+    """Remove a folder's own files and then itself, or a link; all else stays."""
     with contextlib.suppress(OSError):
         if path.is_symlink():
             path.unlink()
@@ -97,7 +97,7 @@ def _clear(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Away with what saves left behind that died. Those under way elsewhere hold their lock."""
+    """Remove what died saves left behind. Unfinished ones elsewhere hold their lock."""
     for path in folder.iterdir():
         if path.is_symlink() or not (UNFINISHED.fullmatch(path.name) and path.is_dir()):
             continue

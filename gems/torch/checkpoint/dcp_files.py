@@ -3,20 +3,23 @@
 Of DCP we use its planners, its file writer and reader, and its layout on disk, so that its own
 tools (`dcp_to_torch_save`, `dcp.load`) open our checkpoints. We do not use `dcp.save` and
 `dcp.load`: they talk over a process group, and our ranks may be threads, or have a group that is
-not the default one. The steps are theirs, with `transport.gather` in place of their collectives:
+not the default one. The steps are theirs, with the transport's all_gather_object in place of their
+collectives:
 
-    each rank: local plan ──gather──► global plan, the same on all ──► data files ──gather──► index
+    local plans ──all-gather──► global plan, the same on all ──► data files ──all-gather──► index
 
-Nor do we open DCP's index: `.metadata` is a pickle, and reading it would run what it says. We write
-it for others, and read ours from the manifest. The data files are read with `weights_only=True`.
+Nor do we open DCP's index: `.metadata` is a pickle, and reading it would run code of the file. We
+write it for others, and read ours from the manifest. The data files are read with
+`weights_only=True`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import (
@@ -41,10 +44,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from gems.errors import CheckpointError
+from gems.errors import CheckpointError, short
 from gems.torch.agree import together
 from gems.torch.checkpoint.atomic_folder import sync
-from gems.torch.checkpoint.manifest import Manifest, Place
+from gems.torch.checkpoint.manifest import DTYPES, REMEDY, Manifest, TensorEntry
 from gems.torch.state.released import form_of
 from gems.transport.encoding import sendable
 from gems.transport.protocol import Transport
@@ -61,11 +64,11 @@ def write(
     transport: Transport,
     doing: str,
     present: Mapping[str, Callable[[], Tensor]],
-) -> dict[str, Place]:
+) -> dict[str, TensorEntry]:
     """Every rank writes its own tensors, by keys like `model.stem.weight`; where all of them are.
 
-    `aliases` are further keys of tensors that somebody writes. No two ranks may have one key. What
-    has no memory now is asked for by its key, when its turn comes, of those that are `present`.
+    `aliases` are further keys of tensors that some rank writes. No two ranks may have one key.
+    Offloaded tensors are loaded by `present`, one at a time, when they are written.
     """
     rank = transport.rank
     planner, writer = _Planner(present), FileSystemWriter(folder, overwrite=False)
@@ -94,11 +97,11 @@ def write(
     together(transport, doing, indexed)
     found |= {result.index.fqn: result for result in same}
     forms = metadata.state_dict_metadata
-    return {key: _place(forms[key], result.storage_data) for key, result in found.items()}
+    return {key: _entry(forms[key], result.storage_data) for key, result in found.items()}
 
 
 class _Planner(DefaultSavePlanner):
-    """One that gets tensors that are elsewhere, one at a time, when they are written."""
+    """Loads offloaded tensors one at a time, when they are written."""
 
     def __init__(self, present: Mapping[str, Callable[[], Tensor]]) -> None:
         super().__init__()
@@ -127,45 +130,69 @@ def _renamed(metadata: Metadata, alias: str, written: WriteResult) -> WriteResul
     return dataclasses.replace(written, index=index)
 
 
-def _place(form: Any, info: _StorageInfo) -> Place:
+def _entry(form: Any, info: _StorageInfo) -> TensorEntry:
     dtype = str(form.properties.dtype).removeprefix("torch.")
-    return Place(tuple(form.size), dtype, info.relative_path, info.offset, info.length)
+    return TensorEntry(tuple(form.size), dtype, info.relative_path, info.offset, info.length)
 
 
 def read(folder: Path, manifest: Manifest, keys: Iterable[str]) -> dict[str, Tensor]:
-    """These tensors, in host memory. Nothing else of the files is read."""
-    state: dict[str, Any] = {key: _room(key, manifest.tensors.get(key)) for key in keys}
-    metadata = _metadata({key: manifest.tensors[key] for key in state})
+    """These tensors, in host memory: tied weights once. Nothing else of the files is read."""
+    wanted = {key: _entry_of(key, manifest) for key in keys}
+    first = {entry: key for key, entry in wanted.items()}
+    state: dict[str, Any] = {
+        key: torch.empty(entry.shape, dtype=dtype_of(entry)) for entry, key in first.items()
+    }
+    metadata = _metadata({key: entry for entry, key in first.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader = FileSystemReader(folder)
+    reader = _Reader(folder)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
-    return state
+    return {key: state[first[entry]] for key, entry in wanted.items()}
 
 
-def dtype_of(place: Place) -> torch.dtype:
-    found = getattr(torch, place.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{place.dtype!r} is not a type of tensors in this torch")
-    return found
+class _Reader(FileSystemReader):
+    """Reads only tensors that are stored as they are. torch.load would also decompress them, to a
+    thousand times the bytes that the manifest allows."""
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        found = super()._slice_file(file, sinfo)
+        try:
+            with zipfile.ZipFile(found) as members:
+                sizes = [(x.compress_type, x.file_size) for x in members.infolist()]
+        except zipfile.BadZipFile:
+            sizes = []
+        kinds, size = {kind for kind, _ in sizes}, sum(size for _, size in sizes)
+        if kinds != {zipfile.ZIP_STORED} or size > sinfo.length:
+            raise CheckpointError(
+                f"the tensor at byte {sinfo.offset} of {sinfo.relative_path} is not stored as "
+                f"torch stores it, uncompressed; {REMEDY}"
+            )
+        found.seek(0)
+        return found
 
 
-def _room(key: str, place: Place | None) -> Tensor:
-    if place is None:
+def dtype_of(entry: TensorEntry) -> torch.dtype:
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{short(entry.dtype, 60)} is not a type of tensors in this torch")
+    return DTYPES[entry.dtype]
+
+
+def _entry_of(key: str, manifest: Manifest) -> TensorEntry:
+    if key not in manifest.tensors:
         raise CheckpointError(f"the manifest lists no tensor {key}, which state.json refers to")
-    return torch.empty(place.shape, dtype=dtype_of(place))
+    return manifest.tensors[key]
 
 
-def _metadata(places: Mapping[str, Place]) -> Metadata:
+def _metadata(entries: Mapping[str, TensorEntry]) -> Metadata:
     """DCP's index, out of ours."""
     forms: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for key, place in places.items():
-        start, shape = torch.Size([0] * len(place.shape)), torch.Size(place.shape)
-        properties = TensorProperties(dtype=dtype_of(place))
+    for key, entry in entries.items():
+        start, shape = torch.Size([0] * len(entry.shape)), torch.Size(entry.shape)
+        properties = TensorProperties(dtype=dtype_of(entry))
         chunk = ChunkStorageMetadata(start, shape)
         forms[key] = TensorStorageMetadata(properties, shape, [chunk])
-        storage[MetadataIndex(key, start, 0)] = _StorageInfo(place.file, place.offset, place.bytes)
+        storage[MetadataIndex(key, start, 0)] = _StorageInfo(entry.file, entry.offset, entry.bytes)
     return Metadata(forms, storage_data=storage)

@@ -1,4 +1,4 @@
-"""What a checkpoint is: a manifest that names every tensor and every file, with its checksum.
+"""The manifest of a checkpoint, which lists every tensor and every file with its checksum.
 
 step-200/
   manifest.json   this; written last, and signed with its own checksum
@@ -30,13 +30,13 @@ from gems.transport.encoding import sendable
 log = logging.getLogger(__name__)
 FORMAT = 1
 WHAT = "GEMS checkpoint"
-NAME = "manifest.json"
+NAME, STATE = "manifest.json", "state.json"
 REMEDY = "take another checkpoint (gems.latest(folder) finds the newest complete one)"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tensor: its form, and where its bytes are."""
+class TensorEntry:
+    """A tensor's shape and type, and where its bytes are."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -63,17 +63,17 @@ class Manifest:
     gems: str
     step: int
     plan: dict[str, Any]
-    tensors: dict[str, Place]
+    tensors: dict[str, TensorEntry]
     files: dict[str, File]
 
-    def section(self, name: str) -> dict[str, Place]:
+    def section(self, name: str) -> dict[str, TensorEntry]:
         """The tensors whose keys start with `name.`, without it."""
         start = f"{name}."
         return {k[len(start) :]: p for k, p in self.tensors.items() if k.startswith(start)}
 
 
 def text(manifest: Manifest) -> str:
-    """Its JSON, with a checksum of all the rest inside; no byte of it can be spared."""
+    """Its JSON, with a checksum of all the rest inside; a change of any byte is found."""
     plain = asdict(manifest)
     return json.dumps({"sha256": _signature(plain), **plain}, indent=1)
 
@@ -103,6 +103,8 @@ def read_json(path: Path) -> Any:
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; {REMEDY}, or copy the files themselves")
     try:
+        if not path.is_file():
+            raise ValueError("it is not a file")
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST} bytes")
         return parse_json(path.read_bytes())
@@ -116,20 +118,24 @@ def _checked(plain: Any, path: Path) -> Manifest:
     if not isinstance(plain, dict) or plain.get("what") != WHAT:
         raise CheckpointError(f"{path / NAME} is not the manifest of a {WHAT}; {REMEDY}")
     if isinstance(number := plain.get("format"), int) and number > FORMAT:
+        writer = short(plain.get("gems"), 60)
         raise CheckpointError(
-            f"{path} has format {number}, written by GEMS {plain.get('gems')}, and this GEMS reads "
-            f"up to format {FORMAT}; install GEMS {plain.get('gems')} or later"
+            f"{path} has format {number}, written by GEMS {writer}, and this GEMS reads up to "
+            f"format {FORMAT}; install GEMS {writer} or later"
         )
     if plain.pop("sha256", None) != _signature(plain):
         raise CheckpointError(f"{path / NAME} is damaged: its checksum does not fit; {REMEDY}")
     try:
         # Thousands of tensors: not by from_json, which looks at every field's type each time.
-        places = {key: Place(tuple(x.pop("shape")), **x) for key, x in plain["tensors"].items()}
+        entries = {
+            key: TensorEntry(tuple(x.pop("shape")), **x) for key, x in plain["tensors"].items()
+        }
         files = {name: File(**x) for name, x in plain["files"].items()}
-        found = Manifest(**{**plain, "tensors": places, "files": files})
-        wrong = [*_wrong_fields(found), *_wrong_places(found)]
+        found = Manifest(**{**plain, "tensors": entries, "files": files})
+        wrong = [*_wrong_fields(found), *_wrong_entries(found)]
         strange = [name for name in files if not OWN.fullmatch(name) or name == NAME]
-        strange += [k for k, p in places.items() if p.file not in files]
+        wrong += [] if STATE in files else [f"it lists no {STATE}"]
+        strange += [key for key, entry in entries.items() if entry.file not in files]
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path / NAME} is not a manifest: {short(error, 200)}; {REMEDY}"
@@ -145,6 +151,7 @@ def _checked(plain: Any, path: Path) -> Manifest:
 
 
 MOST = 2**63
+DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 
 def _is_count(x: object) -> bool:
@@ -163,27 +170,26 @@ def _wrong_fields(found: Manifest) -> Iterator[str]:
             yield f"the size or checksum of {short(name, 60)} is none"
 
 
-def _wrong_places(found: Manifest) -> Iterator[str]:
-    """Tensors that their bytes cannot hold: so that no more is allocated than files have."""
-    for key, place in found.tensors.items():
-        counts = (*place.shape, place.offset, place.bytes)
-        if not all(map(_is_count, counts)) or not isinstance(place.dtype, str):
-            yield f"{short(key, 80)} has the shape, type, offset or bytes {short(place, 200)}"
+def _wrong_entries(found: Manifest) -> Iterator[str]:
+    """Tensors that do not fit into their bytes: no more is allocated than files have."""
+    for key, entry in found.tensors.items():
+        counts = (*entry.shape, entry.offset, entry.bytes)
+        if not all(map(_is_count, counts)) or not isinstance(entry.dtype, str):
+            yield f"{short(key, 80)} has the shape, type, offset or bytes {short(entry, 200)}"
             continue
-        dtype = getattr(torch, place.dtype, None)
-        size = dtype.itemsize if isinstance(dtype, torch.dtype) else 1
-        if math.prod(place.shape) * size > place.bytes or len(place.shape) > 64:
-            yield f"{short(key, 80)} is {short(place.shape, 60)} in {place.bytes} bytes"
-        file = found.files.get(place.file)
-        if file is not None and place.offset + place.bytes > file.bytes:
+        size = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 1
+        if math.prod(entry.shape) * size > entry.bytes or len(entry.shape) > 64:
+            yield f"{short(key, 80)} is {short(entry.shape, 60)} in {entry.bytes} bytes"
+        file = found.files.get(entry.file)
+        if file is not None and entry.offset + entry.bytes > file.bytes:
             yield (
-                f"{short(key, 80)} ends at byte {place.offset + place.bytes} of {place.file}, "
+                f"{short(key, 80)} ends at byte {entry.offset + entry.bytes} of {entry.file}, "
                 f"which has {file.bytes}"
             )
 
 
 def _overlapping(found: Manifest) -> Iterator[str]:
-    """Tensors that share bytes: only the names of a tied weight do, and all of them."""
+    """Tensors that share bytes; only the names of a tied weight may, all of them."""
     ordered = sorted(found.tensors.items(), key=lambda item: (item[1].file, item[1].offset))
     for (one, a), (other, b) in pairwise(ordered):
         tied = a == b and one.startswith("model.") and other.startswith("model.")
@@ -201,7 +207,7 @@ def measured(path: Path) -> File:
 
 
 def verify(path: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-    """Read these files, or all, and refuse the checkpoint if they are not what was written."""
+    """Read these files, or all, and raise if they are not what was written."""
     found = []
     for name in manifest.files if names is None else names:
         expected = manifest.files[name]
@@ -223,7 +229,7 @@ def is_complete(path: Path) -> bool:
         manifest = read(path)
         return all((path / n).stat().st_size == f.bytes for n, f in manifest.files.items())
     except (CheckpointError, OSError) as error:
-        log.warning("passing over %s: %s", path, error)
+        log.warning("skipping %s: %s", path, error)
         return False
 
 
@@ -234,13 +240,13 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def remove_all(folder: Path) -> None:
-    """Away with all checkpoints in a folder, also those that are damaged; with nothing else."""
+    """Remove all checkpoints in a folder, also damaged ones, and nothing else."""
     for path in _inside(folder):
         _remove(path)
 
 
 def remove_old(path: Path, keep: int) -> None:
-    """Away with the oldest of the numbered ones like `path` when `keep` are to stay."""
+    """Remove the oldest of the numbered ones like `path`, so that `keep` stay."""
     for old in beyond(path, keep):
         log.info("removing %s; %s are kept", old, keep)
         _remove(old)
@@ -254,10 +260,8 @@ def _remove(path: Path) -> None:
 
 
 def beyond(path: Path, keep: int) -> list[Path]:
-    """The oldest complete ones among `step-100`, `step-200`, ... when `keep` are to stay.
-
-    The one at `path` always does.
-    """
+    """The oldest complete ones among `step-100`, `step-200`, ..., so that `keep` stay, always with
+    the one at `path`."""
     start = stem(path.name)
     others = [
         other
@@ -269,7 +273,7 @@ def beyond(path: Path, keep: int) -> list[Path]:
 
 
 def _inside(folder: Path) -> Sequence[Path]:
-    """What may be checkpoints: folders with a manifest, without those that are unfinished."""
+    """Folders with a manifest, except temporary ones."""
     if not folder.is_dir():
         return []
     here = [path for path in folder.iterdir() if ".tmp-" not in path.name]

@@ -1,8 +1,10 @@
 """Save a trainer and go on from there, bit for bit, or under another plan.
 
-A save walks: take (snapshot) -> a folder aside -> tensors by each rank (storage) -> state.json ->
-manifest.json -> the folder gets its name. Until the last step the checkpoint does not exist, and
+A save takes a snapshot, makes a temporary folder, has each rank write its tensors there, writes
+state.json and manifest.json, and renames the folder. Until then the checkpoint does not exist, and
 what existed before is as it was.
+
+A load reads and validates all that it needs on all ranks before it changes anything of a trainer.
 
 All ranks must see the same folder: on a cluster, one of a shared file system.
 
@@ -23,30 +25,23 @@ from gems.errors import CheckpointError, short
 from gems.files import to_json
 from gems.torch.agree import together
 from gems.torch.checkpoint import manifest as manifests
-from gems.torch.checkpoint.atomic_folder import Draft, foreign, sync, write_synced
-from gems.torch.checkpoint.contents import (
-    Unfit,
-    joined,
-    own_random,
-    part_of,
-    put,
-    put_stage,
-    reject,
-    take,
-    unfit,
-)
+from gems.torch.checkpoint.atomic_folder import AtomicFolder, foreign, sync, write_synced
 from gems.torch.checkpoint.dcp_files import read, write
 from gems.torch.checkpoint.json_values import decode, references
 from gems.torch.checkpoint.manifest import (
     FORMAT,
+    STATE,
     WHAT,
     File,
     Manifest,
-    Place,
+    TensorEntry,
     measured,
     number,
     remove_old,
 )
+from gems.torch.checkpoint.mismatch import Mismatch, merged, mismatch
+from gems.torch.checkpoint.restore import load_plan, own_random, restore, restore_stage
+from gems.torch.checkpoint.snapshot import take
 from gems.torch.checkpoint.validate import validate_random, validate_state, validate_training
 from gems.version import __version__
 
@@ -54,7 +49,6 @@ if TYPE_CHECKING:
     from gems.torch.trainer import Trainer
 
 log = logging.getLogger(__name__)
-STATE = "state.json"
 INDEX = ".metadata"  # DCP's own
 
 
@@ -62,20 +56,20 @@ def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -
     """Write a checkpoint; all ranks call it. See Trainer.save."""
     target, transport = Path(path).absolute(), trainer.transport
     doing = f"writing the checkpoint {target}"
-    draft: Draft | None = None
+    draft: AtomicFolder | None = None
 
     def begun() -> tuple[str, str]:
         nonlocal draft
         _check(target, keep)
         if transport.rank == 0:
-            draft = Draft(target)
+            draft = AtomicFolder(target)
         return str(target), str(draft.path) if draft else ""
 
     def seen() -> None:
-        if any(where != str(target) for where, _ in places):
+        if any(path != str(target) for path, _ in folders):
             raise CheckpointError(
-                f"ranks were given different checkpoints: {sorted({w for w, _ in places})}; give "
-                "all of them the same path"
+                f"ranks were given different checkpoints: "
+                f"{sorted({path for path, _ in folders})}; give all of them the same path"
             )
         if not folder.is_dir():
             raise CheckpointError(
@@ -85,12 +79,12 @@ def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -
 
     try:
         taken = take(trainer, extra)
-        places = together(transport, doing, begun)
-        folder = Path(places[0][1])
+        folders = together(transport, doing, begun)
+        folder = Path(folders[0][1])
         together(transport, doing, seen)
         present = taken.present(trainer)
         tensors = write(folder, taken.tensors, taken.aliases, transport, doing, present)
-        mine = {place.file for place in tensors.values() if _wrote(place, transport.rank)}
+        mine = {entry.file for entry in tensors.values() if _wrote(entry, transport.rank)}
         sums = together(transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)})
         files = {name: file for found in sums for name, file in found.items()}
 
@@ -111,7 +105,7 @@ def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -
 
 def _check(target: Path, keep: int) -> None:
     if keep < 0:
-        raise CheckpointError(f"keep is {keep}; say how many to keep, or 0 for all")
+        raise CheckpointError(f"keep is {keep}; give how many to keep, or 0 for all")
     if keep and number(target.name) < 0:
         raise CheckpointError(
             f"keep={keep} tells which of the numbered ones to keep, and {target.name!r} has no "
@@ -130,19 +124,19 @@ def _check(target: Path, keep: int) -> None:
         )
 
 
-def _wrote(place: Place, rank: int) -> bool:
+def _wrote(entry: TensorEntry, rank: int) -> bool:
     """DCP names files after their writers."""
-    return place.file.startswith(f"__{rank}_")
+    return entry.file.startswith(f"__{rank}_")
 
 
 def _finish(
-    draft: Draft,
+    draft: AtomicFolder,
     trainer: Trainer,
     plain: Mapping[str, Any],
-    tensors: dict[str, Place],
+    tensors: dict[str, TensorEntry],
     files: dict[str, File],
 ) -> None:
-    """Rank 0 has the last word: what is no tensor, the manifest, the name."""
+    """On rank 0: write state.json and the manifest, and publish the folder."""
     write_synced(draft.path / STATE, (json.dumps(plain) + "\n").encode())
     files = files | {name: measured(draft.path / name) for name in (STATE, INDEX)}
     whole = Manifest(
@@ -164,49 +158,49 @@ def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
         names = sorted(manifest.files)
         manifests.verify(path, manifest, names[transport.rank :: transport.world])
 
-    def compared() -> Unfit:
+    def compared() -> Mismatch:
         nonlocal plain
         plain = state_in(path, manifest.tensors)
-        found = unfit(trainer, plain, manifest.tensors)
+        found = mismatch(trainer, plain, manifest.tensors)
         if trainer.optimizer is not None and not found.training:
             validate_training(trainer, plain, manifest.tensors)
         return found
 
     def fetched() -> None:
-        nonlocal part, tensors
-        part = part_of(trainer, plain, manifest.tensors, found)
-        tensors = read(path, manifest, sorted(part.keys))
-        if part.training:
-            states = own_random(trainer, plain)
-            validate_random(decode(states, tensors), trainer.device)
+        nonlocal plan, tensors
+        training = trainer.optimizer is not None and not found.training
+        plan = load_plan(trainer, plain, manifest.tensors, training=training)
+        tensors = read(path, manifest, sorted(plan.keys))
+        if training:
+            validate_random(decode(own_random(trainer, plain), tensors), trainer.device)
 
-    def taken_over() -> None:
+    def restored() -> None:
         nonlocal extra
-        extra = put(trainer, plain, part, tensors)
+        extra = restore(trainer, plain, plan, tensors)
 
-    def put_away() -> None:
-        for stage, keys in part.apart.items():
-            put_stage(trainer, plain, part, stage, read(path, manifest, sorted(keys)))
+    def restored_offloaded() -> None:
+        for stage, keys in plan.by_stage.items():
+            restore_stage(trainer, plain, plan, stage, read(path, manifest, sorted(keys)))
 
-    manifest = plain = part = tensors = extra = cast(Any, None)
+    manifest = plain = plan = tensors = extra = cast(Any, None)
     together(transport, doing, verified)
-    found = joined(together(transport, doing, compared))
+    found = merged(together(transport, doing, compared))
     if strict:
-        reject(found)
+        found.reject()
     for why in (*found.weights, *found.training):
         log.warning("not taken from %s: %s", path, why)
     together(transport, doing, fetched)
-    # All was validated, so what fails now is a fault here; and the trainer has part of it.
+    # All was validated, so what fails now is a bug, and leaves the trainer half loaded.
     half = f"{doing}, of which this trainer has a part now (make a new one),"
-    together(transport, half, taken_over)
+    together(transport, half, restored)
     tensors.clear()
-    together(transport, half, put_away)
+    together(transport, half, restored_offloaded)
     log.info("loaded step %s from %s", trainer.steps, path)
     return extra
 
 
-def state_in(path: Path, tensors: Mapping[str, Place]) -> dict[str, Any]:
-    """All that is no tensor, of a form that can be taken."""
+def state_in(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """The validated contents of state.json."""
     plain = manifests.read_json(path / STATE)
     validate_state(plain, tensors)
     return plain

@@ -6,29 +6,24 @@ take, and `validate_random` at states of generators, which only generators can j
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gems.errors import CheckpointError, problems, short
-from gems.torch.checkpoint.contents import labelled, unlisted, weights_of
 from gems.torch.checkpoint.json_values import DECODE, references
-from gems.torch.checkpoint.manifest import REMEDY, Place
+from gems.torch.checkpoint.manifest import DTYPES, REMEDY, TensorEntry
+from gems.torch.checkpoint.rng_state import validate_rng
+from gems.torch.checkpoint.weight_keys import loadable
+from gems.torch.state.sharded_optimizer import ELEMENTWISE
 
 if TYPE_CHECKING:
     from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
-Tensors = Mapping[str, Place]
+Tensors = Mapping[str, TensorEntry]
 MOST = 2**53  # of counts: what a float holds exactly
-
-# Those whose state is one number or like the parameter. Others may keep what they like.
-ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
-    *("ASGD", "Rprop"),
-}
 
 
 def _reject(found: Iterable[str]) -> None:
@@ -52,9 +47,14 @@ def validate_state(plain: Any, tensors: Tensors) -> None:
         if name in plain and not fits(plain[name])
     ]
     _reject(missing + wrong)
+    groups = plain["optimizer"]["groups"] if plain["optimizer"] else []
+    if len(plain["names"]) != len(groups):
+        wrong.append(
+            f"{len(plain['names'])} lists of names for {len(groups)} groups of the optimizer"
+        )
     if plain["window"] and not 0 < plain["first"] <= plain["window"]:
         wrong.append(f"first is {plain['first']} of a window of {plain['window']} samples")
-    lost = {x for x in references(plain) if not isinstance(x, str) or x not in tensors}
+    lost = [x for x in references(plain) if not isinstance(x, str) or x not in tensors]
     wrong += [f"state.json refers to a tensor {short(x, 60)}, which there is not" for x in lost]
     _reject([*wrong, *_undecodable(plain, "state.json")])
 
@@ -173,19 +173,16 @@ def validate_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tenso
     """Raise unless options, states and gradients are like those that this trainer has."""
     _reject(
         [
-            *_wrong_groups(trainer, plain),
-            *_wrong_scheduler(trainer, plain),
-            *_wrong_shapes(trainer, plain, tensors),
+            *_wrong_groups(trainer, plain, tensors),
+            *_wrong_scheduler(trainer, plain, tensors),
+            *_wrong_states(trainer, plain, tensors),
         ]
     )
 
 
-def _wrong_groups(trainer: Trainer, plain: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_groups(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
     assert trainer.optimizer is not None
     held, saved = trainer.optimizer.param_groups, plain["optimizer"]["groups"]
-    if len(held) != len(saved):
-        yield f"the optimizer has {len(saved)} groups in the checkpoint, {len(held)} here"
-        return
     for i, (here, there) in enumerate(zip(held, saved, strict=True)):
         for name, value in here.items():
             if name in ("params", "param_names"):
@@ -194,65 +191,74 @@ def _wrong_groups(trainer: Trainer, plain: Mapping[str, Any]) -> Iterator[str]:
             if name not in there:
                 if name in trainer.optimizer.defaults and type(value) in (int, float):
                     yield f"group {i} of the optimizer has no {name}"
-            elif not _alike(value, there[name], finite=True):
+            elif not _alike(value, there[name], tensors, finite=True):
                 yield f"{name} of group {i} of the optimizer is {short(repr(there[name]), 60)}"
         if {"params", "param_names"} & set(there):
-            yield f"group {i} of the optimizer says which parameters it has"
+            yield f"group {i} of the optimizer lists parameters"
 
 
-def _wrong_scheduler(trainer: Trainer, plain: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_scheduler(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
     if (scheduler := trainer.scheduler) is None:
         return
     here = scheduler.state_dict()
     for name, value in plain["scheduler"]["state"].items():
         if name in here:
-            if not _alike(here[name], value, finite=False):
+            if not _alike(here[name], value, tensors, finite=False):
                 yield f"{name} of the scheduler is {short(repr(value), 60)}"
         elif hasattr(scheduler, name):  # it would take the place of a method, or of the optimizer
             yield f"the scheduler has a state {short(name, 60)}"
 
 
-def _alike(here: Any, saved: Any, *, finite: bool) -> bool:
-    """Whether an encoded value is of the kind of one that is held: numbers for numbers."""
+def _alike(here: Any, saved: Any, tensors: Tensors, *, finite: bool) -> bool:
+    """Whether an encoded value is of the kind of one that is held: a number for a number."""
     tag = next(iter(saved)) if isinstance(saved, dict) and len(saved) == 1 else ""
     if isinstance(here, bool):
         return saved is None or isinstance(saved, bool)
     if here is None:
         return saved is None or isinstance(saved, (bool, dict))
     if isinstance(here, (int, float, Tensor)):
-        return tag == "$tensor" or (_is_number(saved) and (not finite or _is_finite(saved)))
+        if tag == "$tensor":
+            shapes = (tuple(here.shape),) if isinstance(here, Tensor) else ((), (1,))
+            return _shape(saved, tensors) in shapes
+        return _is_number(saved) and (not finite or _is_finite(saved))
     if isinstance(here, (list, tuple)):
         items = saved if isinstance(saved, list) else saved.get("$tuple") if tag else None
         if not isinstance(items, list) or len(items) != len(here):
             return False
-        return all(_alike(x, y, finite=finite) for x, y in zip(here, items, strict=True))
+        return all(_alike(x, y, tensors, finite=finite) for x, y in zip(here, items, strict=True))
+    if isinstance(here, Mapping) and "last_epoch" in here:  # of an inner scheduler
+        return isinstance(saved, dict) and all(
+            name in here and _alike(here[name], x, tensors, finite=finite)
+            for name, x in saved.items()
+        )
     if isinstance(here, Mapping):
         return isinstance(saved, dict)
     return isinstance(here, str) == isinstance(saved, str)
 
 
-def _wrong_shapes(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
-    assert trainer.optimizer is not None
-    weights = weights_of(trainer)
-    keys = {f"model.{label}": name for label, name in labelled(trainer).items()}
-    keys |= {f"buffers.{name}": name for name in unlisted(trainer)}  # also of the loss
-    shapes: dict[str, tuple[int, ...]] = {}  # of those that will be taken
-    for key, name in keys.items():
-        place = tensors.get(key)
-        if name in trainer.weights.held and getattr(place, "shape", None) == weights[name].shape:
-            shapes[name] = tuple(weights[name].shape)
-    if plain["optimizer"]["kind"] in ELEMENTWISE:
+def _wrong_states(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+    """Optimizer state, gradients and older weights that are not like the weights they belong to."""
+    weights = {name: tensors[key] for key, name in loadable(trainer, tensors).items()}
+    if plain["optimizer"]["kind"] in {kind.__name__ for kind in ELEMENTWISE}:  # others may differ
         for name, state in plain["state"].items():
-            for key, x in state.items() if name in shapes else ():
+            for key, x in state.items() if name in weights else ():
                 number = _is_number(x) or x is None or isinstance(x, bool)
-                allowed = (shapes[name], (), (1,))
-                if not number and _shape(x, tensors) not in allowed:
+                alone = _shape(x, tensors) in ((), (1,))
+                if not number and not alone and not _fits(x, weights[name], tensors):
                     yield f"the optimizer's {short(key, 60)} of {name} does not fit it"
     parts = {key: (key.rpartition("/")[0], x) for key, x in plain["gradients"].items()}
     parts |= {f"older {name}": (name, x) for name, x in plain.get("older", {}).items()}
     for key, (name, x) in parts.items():
-        if name in shapes and _shape(x, tensors) != shapes[name]:
-            yield f"{short(key, 80)} is not of the shape of the weight"
+        if name in weights and not _fits(x, weights[name], tensors):
+            yield f"{short(key, 80)} is not of the shape and type of the weight"
+
+
+def _fits(spelled: Any, weight: TensorEntry, tensors: Tensors) -> bool:
+    """Whether an encoded value is a tensor like a weight: of real or complex numbers, as it is."""
+    if _shape(spelled, tensors) != weight.shape:
+        return False
+    kinds = [DTYPES.get(x.dtype) for x in (tensors[spelled["$tensor"]], weight)]
+    return len({kind and (kind.is_floating_point, kind.is_complex) for kind in kinds}) == 1
 
 
 def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:
@@ -263,20 +269,8 @@ def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:
 
 
 def validate_random(states: Any, device: torch.device) -> None:
-    """Raise unless generators of their own take these states."""
     try:
-        torch.Generator().set_state(states["torch"])
-        python = states["python"]
-        numbers = tuple(python["numbers"].tolist())
-        random.Random().setstate((python["version"], numbers, python["gauss"]))
-        if python["gauss"] is not None and type(python["gauss"]) is not float:
-            raise ValueError("gauss")
-        if "numpy" in states:
-            import numpy
-
-            numpy.random.RandomState().set_state(states["numpy"])
-        if "cuda" in states and device.type == "cuda":
-            torch.Generator(device).set_state(states["cuda"])
+        validate_rng(states, device)
     except Exception as error:
-        said = f"{type(error).__name__}: {short(error, 200)}"
-        _reject([f"the states of random generators cannot be taken ({said})"])
+        why = f"{type(error).__name__}: {short(error, 200)}"
+        _reject([f"the states of random generators are not valid ({why})"])

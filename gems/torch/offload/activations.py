@@ -1,14 +1,13 @@
-"""What a micro-batch keeps on a stage, put away between forward and backward.
+"""Activation offload: what a micro-batch saves on a stage, in a store from forward to backward.
 
-    forward     autograd saves a tensor ──► View                     hooks around the forward
-    S           all views, by memory    ──► slots of the store       each piece of memory once
-    let go      views forget their tensors: nobody has the memory any more
-    L           slots                   ──► new memory               one piece for each slot
-    backward    autograd asks the View  ──► a tensor of the same offset, shape and strides
+    forward     autograd saves a tensor   ──► PackedTensor           saved-tensor hooks
+    S           all of them, by storage   ──► slots of the store     each storage range once
+    free        packed tensors drop their tensors, which frees the memory
+    L           slots                     ──► new memory             one allocation per slot
+    backward    autograd unpacks          ──► a tensor of the same offset, shape and strides
 
-Weights are there anyway, and stay: their views only look that they do not change. Who else holds a
-tensor (a message on its way, the user's batch) has it for as long as that takes: then its memory
-goes a little later.
+Weights are not offloaded here: their packed tensors only check that they do not change. Whoever
+else holds a tensor (an unfinished message, the user's batch) delays the freeing of its memory.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from gems.torch.tracing.op_meter import storage_of
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
-ALIGNED = 64  # bytes: new memory begins where the old one did, as far as kernels can tell
+ALIGNMENT = 64  # bytes: new memory is aligned as the old was, as far as kernels can tell
 
 
-class _Piece:
-    """A piece of memory in the store, and later here again."""
+class _Range:
+    """A range of a storage, from byte `start` on, in a slot of the store and later in memory."""
 
     def __init__(self, start: int, slot: Slot, device: torch.device) -> None:
         self.start, self.slot, self.device = start, slot, device
         self.memory: Tensor | None = None
 
-    def fetch(self) -> Work:
+    def prefetch(self) -> Work:
         self.memory = torch.empty(self.slot.size, dtype=torch.uint8, device=self.device)
         return self.slot.read(self.memory)
 
 
-class View:
-    """Stands for a tensor that is kept; `open` gives one that is the same, cell by cell.
+class PackedTensor:
+    """A saved tensor; `unpack` returns an equal one.
 
-    It must not have changed by then, if it had a `version`: autograd looks to that only where
-    nobody comes between.
+    With a `version` it must not change in between: autograd itself checks that only for tensors
+    that no hook packs.
     """
 
     def __init__(self, x: Tensor, version: int | None) -> None:
@@ -53,101 +52,102 @@ class View:
         self.start = int(x.storage_offset()) * x.element_size()
         reach: int = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         self.stop = self.start + (reach + 1) * x.element_size()
-        self.piece: _Piece | None = None
+        self.range: _Range | None = None
 
-    def look(self) -> None:
-        """Whether it is as it was."""
+    def check_version(self) -> None:
         if self.tensor is not None and self.version is not None:
             self.changed = self.tensor._version != self.version
 
-    def open(self) -> Tensor:
-        self.look()
+    def unpack(self) -> Tensor:
+        self.check_version()
         if self.changed:
             raise RuntimeError(
                 f"a tensor needed for a gradient, of shape {self.shape}, has been modified by an "
                 "inplace operation; use one that is not in place"
             )
         if self.tensor is None:
-            assert self.piece is not None and self.piece.memory is not None, "it is still away"
-            memory = self.piece.memory
-            offset = (self.start - self.piece.start) // self.dtype.itemsize
+            assert self.range is not None and self.range.memory is not None, "not prefetched"
+            memory = self.range.memory
+            offset = (self.start - self.range.start) // self.dtype.itemsize
             empty = torch.empty(0, dtype=self.dtype, device=memory.device)
             self.tensor = empty.set_(memory.untyped_storage(), offset, self.shape, self.stride)
             self.version = None
         return self.tensor
 
 
-def opened(x: Tensor | View) -> Tensor:
-    return x.open() if isinstance(x, View) else x
+def unpacked(x: Tensor | PackedTensor) -> Tensor:
+    return x.unpack() if isinstance(x, PackedTensor) else x
 
 
-class Bundle:
-    """All that one micro-batch keeps on one stage. `weights` are storages that stay."""
+class SavedTensors:
+    """What one micro-batch saves on one stage. `weights` are storages that are not offloaded."""
 
     def __init__(self, weights: Set[int], device: torch.device) -> None:
         self.weights, self.device = weights, device
-        self.views: WeakSet[View] = WeakSet()  # autograd has them, and forgets them one by one
-        self.moving: list[tuple[View, _Piece]] = []
-        self.pieces: list[_Piece] = []
+        self.packed: WeakSet[PackedTensor] = (
+            WeakSet()
+        )  # autograd holds them, and drops each in turn
+        self.moving: list[tuple[PackedTensor, _Range]] = []
+        self.ranges: list[_Range] = []
 
-    # --- what is kept -------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------
 
-    def keep(self, x: Tensor, version: int | None = None) -> View | Tensor:
-        """A view in place of the tensor, of which memory is put away; or the tensor itself."""
+    def pack(self, x: Tensor, version: int | None = None) -> PackedTensor | Tensor:
+        """A packed tensor, to be offloaded; or the tensor itself, if it cannot be."""
         plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
         if not plain or not x.numel() or x.is_conj() or x.is_neg():
             return x
-        view = View(x, version)
+        packed = PackedTensor(x, version)
         if storage_of(x) not in self.weights and x.device.type == self.device.type:
-            self.views.add(view)
-        return view
+            self.packed.add(packed)
+        return packed
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Keep what autograd saves meanwhile."""
-        pack = lambda x: self.keep(x, x._version)  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(pack, opened):
+    def hooks(self) -> Iterator[None]:
+        """Pack what autograd saves inside."""
+        pack = lambda x: self.pack(x, x._version)  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
             yield
 
-    # --- there and back -----------------------------------------------------------------------
+    # --- out and back -------------------------------------------------------------------------
 
-    def store(self, store: Store) -> list[Work]:
-        """Begin to write all of it, each piece of memory once."""
-        groups: dict[int, list[View]] = {}
-        for view in self.views:
-            assert view.tensor is not None
-            view.look()
-            groups.setdefault(storage_of(view.tensor), []).append(view)
+    def offload(self, store: Store) -> list[Work]:
+        """Begin to write all of it, each storage range once."""
+        groups: dict[int, list[PackedTensor]] = {}
+        for packed in self.packed:
+            assert packed.tensor is not None
+            packed.check_version()
+            groups.setdefault(storage_of(packed.tensor), []).append(packed)
         handles: list[Work] = []
-        for views in groups.values():
-            start = min(view.start for view in views) // ALIGNED * ALIGNED
-            stop = max(view.stop for view in views)
-            memory = _bytes(views[0], start, stop)
-            piece = _Piece(start, store.slot(stop - start), memory.device)
-            self.pieces.append(piece)
-            self.moving += [(view, piece) for view in views]
-            handles.append(piece.slot.write(memory))
+        for group in groups.values():
+            start = min(packed.start for packed in group) // ALIGNMENT * ALIGNMENT
+            stop = max(packed.stop for packed in group)
+            memory = _bytes(group[0], start, stop)
+            found = _Range(start, store.slot(stop - start), memory.device)
+            self.ranges.append(found)
+            self.moving += [(packed, found) for packed in group]
+            handles.append(found.slot.write(memory))
         return handles
 
-    def let_go(self) -> None:
-        """It is written."""
-        for view, piece in self.moving:
-            view.tensor, view.piece = None, piece
+    def free(self) -> None:
+        """All is written: drop the tensors."""
+        for packed, found in self.moving:
+            packed.tensor, packed.range = None, found
         self.moving.clear()
 
-    def load(self) -> list[Work]:
-        """Make room again, and begin to read."""
-        return [piece.fetch() for piece in self.pieces]
+    def prefetch(self) -> list[Work]:
+        """Allocate memory, and begin to read."""
+        return [found.prefetch() for found in self.ranges]
 
-    def arrive(self) -> None:
-        """It is read: the store's room is free."""
-        for piece in self.pieces:
-            piece.slot.free()
-        self.pieces.clear()  # autograd has what is left of them, and lets go of it as it goes
+    def finish_prefetch(self) -> None:
+        """All is read: free the slots. Autograd now holds the memory, and frees it as it goes."""
+        for found in self.ranges:
+            found.slot.free()
+        self.ranges.clear()
 
 
-def _bytes(view: View, start: int, stop: int) -> Tensor:
-    """Memory that a view is of, as bytes."""
-    assert view.tensor is not None
-    empty = torch.empty(0, dtype=torch.uint8, device=view.tensor.device)
-    return empty.set_(view.tensor.untyped_storage(), start, (stop - start,), (1,))
+def _bytes(packed: PackedTensor, start: int, stop: int) -> Tensor:
+    """A range of the storage of a packed tensor, as bytes."""
+    assert packed.tensor is not None
+    empty = torch.empty(0, dtype=torch.uint8, device=packed.tensor.device)
+    return empty.set_(packed.tensor.untyped_storage(), start, (stop - start,), (1,))

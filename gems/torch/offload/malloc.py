@@ -1,8 +1,7 @@
-"""Have freed memory of the host go back to the system: where memory is put away on disk, that is
-what it is for.
+"""Return freed host memory to the system, so that offloading to disk lowers resident memory.
 
-glibc keeps what lies below what is still in use, and takes it again for the next tensor of about
-that size: after a while all of it has been written to, and is resident. Elsewhere nothing is done.
+glibc keeps free memory that lies below memory in use, and reuses it for the next tensor of about
+that size: after a while all of it is resident. With other C libraries nothing is done.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ MMAP_THRESHOLD = -3  # of malloc.h
 LARGE = 1 << 20
 
 
-def lean() -> None:
-    """From now on, large pieces come from the system and go back to it."""
+def mmap_large() -> None:
+    """From now on, allocate large tensors by mmap, which returns them to the system when freed."""
     _call("mallopt", MMAP_THRESHOLD, LARGE)
 
 
 def trim() -> None:
-    """Give back all that is free now."""
+    """Return all that is free now."""
     _call("malloc_trim", 0)
 
 

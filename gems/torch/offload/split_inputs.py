@@ -1,7 +1,8 @@
-"""A value that all ranks of a team have, kept in parts until it is needed again (ZeRO-R's P_a).
+"""Sharded inputs of a recomputed stage: each rank of a spatial group saves a part of a value that
+all of them have, until recomputation needs it (ZeRO-R's P_a, partitioned activations).
 
 rank 0    a b c d e ──► a b ─┐            ┌─► a b c d e
-rank 1    a b c d e ──► c d ─┼─ gathered ─┼─► a b c d e     right before the forward runs again
+rank 1    a b c d e ──► c d ─┼ all_gather ┼─► a b c d e     right before recomputation
 rank 2    a b c d e ──► e 0 ─┘            └─► a b c d e
 """
 
@@ -18,7 +19,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Form:
+class StridedForm:
     """How a value lies in memory: its dims from the slowest to the fastest, and their lengths."""
 
     order: tuple[int, ...]
@@ -27,19 +28,19 @@ class Form:
     def flat(self, x: Tensor) -> Tensor:
         return x.permute(self.order).reshape(-1)
 
-    def gathered(self, part: Tensor, team: SpatialGroup) -> Tensor:
-        """The whole value, out of all parts. All ranks of the team must come here."""
-        flat = torch.cat(team.rows(part))[: prod(self.lengths)]
+    def unshard(self, shard: Tensor, group: SpatialGroup) -> Tensor:
+        """The whole value. Collective: all ranks of the group must call it."""
+        flat = torch.cat(group.rows(shard))[: prod(self.lengths)]
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return flat.view(self.lengths).permute(back)
 
 
-def part_of(x: Tensor, team: SpatialGroup) -> tuple[Form, Tensor]:
-    """This rank's part of a value: as large as any other's, with zeros at the end."""
+def shard_of(x: Tensor, group: SpatialGroup) -> tuple[StridedForm, Tensor]:
+    """This rank's shard of a value: equally large on all ranks, padded with zeros."""
     order = tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
-    form = Form(order, tuple(x.shape[dim] for dim in order))
-    width = -(-x.numel() // team.size)
-    mine = form.flat(x.detach())[team.me * width : (team.me + 1) * width]
-    part = x.new_zeros(width)  # memory of its own: the whole must go
-    part[: len(mine)] = mine
-    return form, part
+    form = StridedForm(order, tuple(x.shape[dim] for dim in order))
+    width = -(-x.numel() // group.size)
+    mine = form.flat(x.detach())[group.me * width : (group.me + 1) * width]
+    shard = x.new_zeros(width)  # memory of its own, so that the whole value can be freed
+    shard[: len(mine)] = mine
+    return form, shard

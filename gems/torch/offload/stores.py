@@ -1,11 +1,11 @@
-"""Memory that is put away, on the host or on disk, and fetched again: each a slot of a store.
+"""Stores for offloaded memory, on the host or on disk; each tensor is a slot of a store.
 
-Both ways run beside the compute: on a GPU copies go over a stream of their own, to and from pinned
-memory; on disk a thread reads and writes. Whoever asks gets a handle, and must keep the tensor as
-it is until the handle was waited for. What a slot is told first, it does first.
+Copies overlap with compute: on a GPU they run on a stream of their own, to and from pinned memory;
+on disk a thread reads and writes. Calls return a `Work`; the tensor must stay as it is until it was
+waited for. The operations of a slot run in the order in which they were called.
 
     slot = store.slot(tensor.nbytes)
-    slot.write(tensor).wait()        the bytes are there, and the tensor may go
+    slot.write(tensor).wait()        the bytes are there, and the tensor may be freed
     slot.read(into).wait()           `into` has them
     slot.free()
 
@@ -35,25 +35,25 @@ EMPTY = memoryview(b"")
 
 
 class Slot(Protocol):
-    """So many bytes of a store."""
+    """A fixed number of bytes of a store."""
 
     size: int
 
     @property
     def memory(self) -> Tensor | None:
-        """Its bytes, where they are memory of the host."""
+        """Its bytes, if they are host memory."""
         ...
 
     def write(self, tensor: Tensor, start: int = 0) -> Work:
-        """Take a tensor's bytes, from byte `start` of the slot on."""
+        """Copy a tensor's bytes into the slot, from byte `start` on."""
         ...
 
     def read(self, into: Tensor, start: int = 0) -> Work:
-        """Give the bytes that were written last, from byte `start` on."""
+        """Copy the bytes that were written last, from byte `start` on."""
         ...
 
     def free(self) -> None:
-        """Somebody else may have the room."""
+        """Let another slot have the space."""
         ...
 
 
@@ -61,7 +61,7 @@ class Store(Protocol):
     def slot(self, size: int) -> Slot: ...
 
     def finish(self) -> None:
-        """Wait until all that was asked for is done, and the host may look at it."""
+        """Wait until all calls are done, and the host may read the result."""
         ...
 
     def close(self) -> None: ...
@@ -72,26 +72,26 @@ class Store(Protocol):
         ...
 
 
-def store(place: str, device: torch.device, folder: str | Path | None = None) -> Store:
-    """What is put away from a device: to the `host`, or on `disk`, in a folder for such files."""
-    return Host(device) if place == "host" else Disk(device, folder)
+def make_store(tier: str, device: torch.device, folder: str | Path | None = None) -> Store:
+    """A store for memory of `device`: on the `host`, or on `disk`, in a file of `folder`."""
+    return HostStore(device) if tier == "host" else DiskStore(device, folder)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as bytes."""
-    assert tensor.is_contiguous(), "only memory in one piece is put away"
+    assert tensor.is_contiguous(), "only contiguous memory is offloaded"
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _view(memory: Tensor) -> memoryview:
-    """A host tensor's bytes, for as long as it lives. By `numpy()` its memory could never be given
-    back again."""
+    """A host tensor's bytes, for as long as it lives. After `numpy()` its storage could not be
+    resized any more."""
     here = ctypes.c_char * len(memory)
     return memoryview(here.from_address(memory.data_ptr())).cast("B") if len(memory) else EMPTY
 
 
-class _Copied:
-    """A copy on a GPU's other stream: the stream that goes on with the tensor waits, not we."""
+class _CopyWork:
+    """A copy on the store's CUDA stream. The current stream waits for it, not the host."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -100,8 +100,8 @@ class _Copied:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-class Host:
-    """Pinned memory of the host; for a rank that computes on the host itself, other memory."""
+class HostStore:
+    """Host memory; pinned, if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -118,17 +118,17 @@ class Host:
 
     def copy(self, into: Tensor, source: Tensor) -> Work:
         if self.stream is None or not (into.is_cuda or source.is_cuda):
-            self.finish()  # of memory on the host the stream may still be writing
+            self.finish()  # the stream may still be writing to this host memory
             into.copy_(source)
             return Done()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
             on_device = source if source.is_cuda else into
-            on_device.record_stream(self.stream)  # its memory is not given away before
+            on_device.record_stream(self.stream)  # the allocator does not reuse it before
             event = torch.cuda.Event()
             event.record(self.stream)
-        return _Copied(event)
+        return _CopyWork(event)
 
     def finish(self) -> None:
         if self.stream is not None:
@@ -139,21 +139,21 @@ class Host:
 
 
 class _HostSlot:
-    def __init__(self, home: Host, memory: Tensor) -> None:
-        self.home, self.memory, self.size = home, memory, memory.numel()
+    def __init__(self, store: HostStore, memory: Tensor) -> None:
+        self.store, self.memory, self.size = store, memory, memory.numel()
 
     def write(self, tensor: Tensor, start: int = 0) -> Work:
-        return self.home.copy(self.memory[start : start + tensor.nbytes], flat_bytes(tensor))
+        return self.store.copy(self.memory[start : start + tensor.nbytes], flat_bytes(tensor))
 
     def read(self, into: Tensor, start: int = 0) -> Work:
-        return self.home.copy(flat_bytes(into), self.memory[start : start + into.nbytes])
+        return self.store.copy(flat_bytes(into), self.memory[start : start + into.nbytes])
 
     def free(self) -> None:
-        self.home.used -= self.size
-        self.home.spare[self.size].append(self.memory)  # pinning anew takes long
+        self.store.used -= self.size
+        self.store.spare[self.size].append(self.memory)  # pinning anew takes long
 
 
-class Disk:
+class DiskStore:
     """A file without a name, read and written by a thread. [Note: a file without a name]"""
 
     def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
@@ -162,7 +162,7 @@ class Disk:
             self.file = tempfile.TemporaryFile(dir=folder, prefix="gems-", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise GemsError(
-                f"no file can be made in {folder or tempfile.gettempdir()} to put memory away: "
+                f"cannot make a file for offloaded memory in {folder or tempfile.gettempdir()}: "
                 f"{error}. Give another folder"
             ) from error
         self.worker = ThreadPoolExecutor(1, "gems-disk")
@@ -178,18 +178,18 @@ class Disk:
         return _DiskSlot(self, at, size)
 
     def begin(self, work: Callable[[Tensor, int], None], memory: Tensor, at: int) -> Work:
-        """Have the thread do it, on a GPU after all that is asked of the device so far: whoever
-        wrote the memory, or had it before, must be through with it."""
+        """Have the thread do it; on a GPU after all kernels that were launched so far, which may
+        still use the memory."""
         event = torch.cuda.Event() if memory.is_cuda else None
         if event is not None:
             event.record(torch.cuda.current_stream(self.device))
 
-        def in_turn() -> None:
+        def after_event() -> None:
             if event is not None:
                 event.synchronize()
             work(memory, at)
 
-        return _Written(self.worker.submit(in_turn))
+        return _FileWork(self.worker.submit(after_event))
 
     def finish(self) -> None:
         self.worker.submit(lambda: None).result()
@@ -199,7 +199,7 @@ class Disk:
         self.file.close()
 
 
-class _Written:
+class _FileWork:
     def __init__(self, future: Future[None]) -> None:
         self.future = future
 
@@ -208,30 +208,30 @@ class _Written:
 
 
 class _DiskSlot:
-    def __init__(self, home: Disk, at: int, size: int) -> None:
-        self.home, self.at, self.size = home, at, size
+    def __init__(self, store: DiskStore, at: int, size: int) -> None:
+        self.store, self.at, self.size = store, at, size
         self.memory = None
 
     def write(self, tensor: Tensor, start: int = 0) -> Work:
-        return self.home.begin(self._write, flat_bytes(tensor), self.at + start)
+        return self.store.begin(self._write, flat_bytes(tensor), self.at + start)
 
     def read(self, into: Tensor, start: int = 0) -> Work:
-        return self.home.begin(self._read, flat_bytes(into), self.at + start)
+        return self.store.begin(self._read, flat_bytes(into), self.at + start)
 
     def free(self) -> None:
-        self.home.used -= self.size
-        self.home.spare[self.size].append(self.at)
+        self.store.used -= self.size
+        self.store.spare[self.size].append(self.at)
 
     def _write(self, memory: Tensor, at: int) -> None:
         here = memory.cpu()
         left = _view(here)
         while left:
             try:
-                done = os.pwrite(self.home.file.fileno(), left, at)
+                done = os.pwrite(self.store.file.fileno(), left, at)
             except OSError as error:
                 raise GemsError(
-                    f"{self.size:,} bytes could not be put away on disk: {error}. Give a folder "
-                    "with more room"
+                    f"cannot offload {self.size:,} bytes to disk: {error}. Give a folder with more "
+                    "free space"
                 ) from error
             left, at = left[done:], at + done
 
@@ -241,9 +241,9 @@ class _DiskSlot:
         )
         left = _view(here)
         while left:
-            done = os.preadv(self.home.file.fileno(), [left], at)
+            done = os.preadv(self.store.file.fileno(), [left], at)
             if not done:
-                raise GemsError(f"{len(left):,} bytes that were put away on disk are not there")
+                raise GemsError(f"{len(left):,} bytes that were offloaded to disk are missing")
             left, at = left[done:], at + done
         if here is not memory:
-            memory.copy_(here)  # from memory that is not pinned: it is there when this returns
+            memory.copy_(here)  # synchronous: `here` is not pinned

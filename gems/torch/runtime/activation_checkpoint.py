@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from gems.torch.offload.split_inputs import Form, part_of
+from gems.torch.offload.split_inputs import StridedForm, shard_of
 from gems.torch.runtime.split_backward import receive
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.tracing.calls import Call
@@ -42,19 +42,19 @@ class Run:
     shared: tuple[bool, ...] = ()  # the inputs that all of them have as a whole
     device: str = "cpu"  # of which autocast is the same in both runs
 
-    def kept(self, inputs: Sequence[Tensor]) -> tuple[list[Form | None], list[Tensor]]:
+    def kept(self, inputs: Sequence[Tensor]) -> tuple[list[StridedForm | None], list[Tensor]]:
         """What of the inputs is kept; of those that are shared out, a part of this form."""
-        forms: list[Form | None] = [None] * len(inputs)
+        forms: list[StridedForm | None] = [None] * len(inputs)
         kept = list(inputs)
         for at, shared in enumerate(self.shared):
             if shared and self.team is not None:
-                forms[at], kept[at] = part_of(inputs[at], self.team)
+                forms[at], kept[at] = shard_of(inputs[at], self.team)
         return forms, kept
 
-    def whole(self, kept: Sequence[Tensor], forms: Sequence[Form | None]) -> list[Tensor]:
+    def whole(self, kept: Sequence[Tensor], forms: Sequence[StridedForm | None]) -> list[Tensor]:
         """The inputs again; all ranks of the team come here, in one order."""
         return [
-            x if form is None or self.team is None else form.gathered(x, self.team)
+            x if form is None or self.team is None else form.unshard(x, self.team)
             for x, form in zip(kept, forms, strict=True)
         ]
 

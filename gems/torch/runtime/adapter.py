@@ -11,7 +11,7 @@ import torch
 
 from gems.predict.timeline import Memory
 from gems.schedule.action import Message
-from gems.torch.offload.activations import Bundle
+from gems.torch.offload.activations import SavedTensors
 from gems.torch.runtime.reshard import Transfer, buffers, pack, unpack
 from gems.torch.runtime.stage_runner import StageRunner, Tensors
 from gems.torch.runtime.step_state import StepState
@@ -93,18 +93,18 @@ class TorchAdapter:
 
     def store(self, stage: int, micro_batch: int) -> list[Work]:
         assert self.runner.activation_store is not None
-        return self._bundle(stage, micro_batch).store(self.runner.activation_store)
+        return self._bundle(stage, micro_batch).offload(self.runner.activation_store)
 
     def release_stored(self, stage: int, micro_batch: int) -> None:
-        self._bundle(stage, micro_batch).let_go()
+        self._bundle(stage, micro_batch).free()
 
     def load(self, stage: int, micro_batch: int) -> list[Work]:
-        return self._bundle(stage, micro_batch).load()
+        return self._bundle(stage, micro_batch).prefetch()
 
     def finish_load(self, stage: int, micro_batch: int) -> None:
-        self._bundle(stage, micro_batch).arrive()
+        self._bundle(stage, micro_batch).finish_prefetch()
 
-    def _bundle(self, stage: int, micro_batch: int) -> Bundle:
+    def _bundle(self, stage: int, micro_batch: int) -> SavedTensors:
         state, i = self.batches.at(micro_batch)
         bundle = state.saved[stage, i].bundle
         assert bundle is not None, "activations that no action stores have no bundle"
@@ -141,7 +141,7 @@ class TorchAdapter:
     def bucket(self, stage: int) -> list[Tensor]:
         state = self.batches.reducing()
         state.place_gradients(stage, self.weights)
-        return state.buckets[stage].fill()
+        return state.buckets[stage].pack()
 
     def scattered(self, stage: int) -> list[Tensor]:
         reduced = self.batches.reducing().update and stage in self.weights.shards

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.torch.offload.activations import Bundle, View
+from gems.torch.offload.activations import PackedTensor, SavedTensors
 
 Tensor = torch.Tensor
 Settle = Callable[[Tensor, Tensor], None]
 # What to do with which input, version, gradient.
-Entry = tuple[Settle, Tensor | View, int | None, Tensor]
+Entry = tuple[Settle, Tensor | PackedTensor, int | None, Tensor]
 
 
 class Ledger:
@@ -36,7 +36,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.page: list[Entry] | None = None
-        self.bundle: Bundle | None = None
+        self.bundle: SavedTensors | None = None
 
     def deferral(self, module: nn.Module) -> Callable[..., Any] | None:
         """A function that does what `module` does and puts its weight gradient off, if it can."""
@@ -55,7 +55,7 @@ class Ledger:
         x = args[0]
         y, settle = deferred.forward(x)
         version = x._version if module.weight.requires_grad else None
-        kept = x.detach() if self.bundle is None else self.bundle.keep(x.detach(), version)
+        kept = x.detach() if self.bundle is None else self.bundle.pack(x.detach(), version)
         if not y.requires_grad:  # the first layer: nothing before it wants a gradient
             y = receive(y, lambda gradient: page.append((settle, kept, version, gradient)))
         else:
@@ -68,7 +68,7 @@ class Ledger:
 def _enter(
     page: list[Entry],
     settle: Settle,
-    kept: Tensor | View,
+    kept: Tensor | PackedTensor,
     version: int | None,
     gradients: tuple[Tensor | None, ...],
 ) -> None:
@@ -81,8 +81,8 @@ def settle(page: list[Entry]) -> None:
     """Compute the weight gradients on a page, in the order backward would have."""
     with torch.no_grad():
         for work, x, version, gradient in page:
-            if isinstance(x, View):  # which looks for itself
-                x = x.open()
+            if isinstance(x, PackedTensor):  # which looks for itself
+                x = x.unpack()
             elif version is not None and x._version != version:  # autograd would have noticed, too
                 raise RuntimeError(
                     f"a tensor needed for a weight gradient, of shape {tuple(x.shape)}, has been "

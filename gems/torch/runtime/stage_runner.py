@@ -9,8 +9,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gems.errors import TraceError
-from gems.torch.offload.activations import Bundle, opened
-from gems.torch.offload.split_inputs import part_of
+from gems.torch.offload.activations import SavedTensors, unpacked
+from gems.torch.offload.split_inputs import shard_of
 from gems.torch.offload.stores import Store
 from gems.torch.runtime.absent_gradient import absent, is_absent
 from gems.torch.runtime.activation_checkpoint import as_it_was, snapshot, touched
@@ -58,7 +58,7 @@ class StageRunner:
         deferred = state.training and (stage, i) in self.deferred
         saved = SavedMicrobatch([] if deferred else None)
         if state.training and (stage, i) in self.offloaded:
-            saved.bundle = Bundle(self.weights.storages, self.programs.device)
+            saved.bundle = SavedTensors(self.weights.storages, self.programs.device)
         later = state.training and self.plan.recomputes(stage, i)
         if stage in state.advances:
             state.advances[stage].begin(state.position[i])
@@ -86,19 +86,19 @@ class StageRunner:
         state.activation_bytes[stage, i] = 0
         for name, x in received.items():
             if bound is not None and self.plan.partition_activations and bound.box(name) is None:
-                saved.forms[name], x = part_of(x, bound.team)
+                saved.forms[name], x = shard_of(x, bound.team)
             state.activation_bytes[stage, i] += size([x])
-            saved.received[name] = x if saved.bundle is None else saved.bundle.keep(x, x._version)
+            saved.received[name] = x if saved.bundle is None else saved.bundle.pack(x, x._version)
         saved.before = snapshot(touched(partitioned.calls(stage), self.programs.model))
 
     def recompute(self, state: StepState, stage: int, i: int) -> None:
         """Run a forward again that saved its inputs only. Its statistics were taken before."""
         partitioned, saved = state.partitions[i], state.saved[stage, i]
         bound = self.programs.bound(partitioned, stage, i)
-        received = {name: opened(x) for name, x in saved.received.items()}
+        received = {name: unpacked(x) for name, x in saved.received.items()}
         for name, form in saved.forms.items():  # in one order on all ranks of a spatial group
             assert bound is not None
-            received[name] = form.gathered(received[name], bound.team)
+            received[name] = form.unshard(received[name], bound.team)
         saved.received, saved.forms, saved.bundle = {}, {}, None
         norms = [module for module, _ in self.programs.norms(stage, partitioned)]
         buffers = touched(partitioned.calls(stage), self.programs.model)
@@ -124,7 +124,7 @@ class StageRunner:
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage in self.weights.shards:
-                results = self.weights.shards[stage].apart(results)
+                results = self.weights.shards[stage].clone_views(results)
             if stage == self.plan.depth - 1:
                 self.loss.finish_forward(state, i, results, saved, bound)
         if saves:
@@ -173,7 +173,7 @@ class StageRunner:
         bound: Bound | None,
         slabs: Slabs | None,
         deferred: list[Entry] | None,
-        bundle: Bundle | None = None,
+        bundle: SavedTensors | None = None,
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and the hooks on tensors that autograd saves."""
         notes = Notes() if bound is None else bound.memory
@@ -183,7 +183,7 @@ class StageRunner:
             if slabs is not None:
                 stack.enter_context(slabs.watching())
             elif bundle is not None:
-                stack.enter_context(bundle.watching())
+                stack.enter_context(bundle.hooks())
             notes.now, ledger.bundle = slabs, bundle
             ledger.page = notes.page = deferred
             try:

@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.geometry.box import Box
 from gems.model.graph import Value
-from gems.torch.offload.activations import Bundle, opened
+from gems.torch.offload.activations import SavedTensors, unpacked
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.microbatch import read_box
 from gems.torch.runtime.rng import Draws
@@ -103,7 +103,9 @@ class Stream:
         self.grid = next(iter(laid.layouts.values())).grid
         self.known: list[Block] = []
         self.now: Bound | None = None
-        self.bundle: Bundle | None = None  # of the forward under way, if its inputs are put away
+        self.bundle: SavedTensors | None = (
+            None  # of the forward under way, if its inputs are put away
+        )
         self.temporary = 0
 
     def _dispatch(self, name: str) -> Run:
@@ -173,7 +175,7 @@ class Stream:
             return x
         if self.bundle is None or name in self.own:
             return x.detach()
-        return self.bundle.keep(x.detach(), x._version)
+        return self.bundle.pack(x.detach(), x._version)
 
     def empty(self, name: str) -> Tensor:
         value = self.values[name]
@@ -207,7 +209,7 @@ class _Streamed(torch.autograd.Function):
         stream: Stream = ctx.stream
         pairs = zip(stream.outputs, gradients, strict=True)
         arrived = {name: g for name, g in pairs if g is not None}
-        inputs = list(map(opened, ctx.inputs))
+        inputs = list(map(unpacked, ctx.inputs))
         back = _Back(stream, inputs, ctx.needs_input_grad[2:], arrived)
         for block in stream.blocks() if arrived else ():
             back.through(block)

@@ -9,7 +9,7 @@ from gems.plans.plan import Plan
 from gems.schedule.async_window import AT_ONCE, place
 from gems.torch.runtime.step_state import StepState
 from gems.torch.state.rank_weights import RankWeights
-from gems.torch.state.weight_versions import Versions
+from gems.torch.state.weight_versions import WeightVersions
 from gems.torch.tracing.op_meter import storage_of
 
 
@@ -18,7 +18,7 @@ class TwoBatches:
 
     def __init__(self, weights: RankWeights, plan: Plan) -> None:
         self.weights, self.plan = weights, plan
-        self.versions = Versions(())
+        self.versions = WeightVersions(())
         self.states: list[StepState | None] = [None] * AT_ONCE
         self.begun = self.reduced = 0  # batches
 

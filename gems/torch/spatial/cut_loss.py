@@ -24,7 +24,8 @@ from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import Bound, Laid, Uncuttable, bind, lay_out
 from gems.torch.tracing.calls import Attr, Record, Ref, is_placeholder, leaves_of
-from gems.torch.tracing.recorder import REMEDY, record
+from gems.torch.tracing.record import record
+from gems.torch.tracing.unrecordable import REMEDY
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gems.torch.offload.activations import Bundle, View, opened
+from gems.torch.offload.activations import PackedTensor, SavedTensors, unpacked
 from gems.torch.spatial.group import Exchange
 from gems.torch.tracing.op_meter import storage_of
 
@@ -26,18 +26,18 @@ Tensor = torch.Tensor
 class Bare:
     """A slab that is a tile within a border of a constant: the tile alone."""
 
-    tile: Tensor | View
+    tile: Tensor | PackedTensor
     version: int
     pads: list[int]
     fill: float
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return (opened(self.tile),)
+        return (unpacked(self.tile),)
 
-    def put(self, bundle: Bundle) -> Bare:
+    def put(self, bundle: SavedTensors) -> Bare:
         """The same, with what can be put away."""
-        return replace(self, tile=bundle.keep(opened(self.tile), self.version))
+        return replace(self, tile=bundle.pack(unpacked(self.tile), self.version))
 
     def together(self) -> Tensor:
         tile = _unchanged(self.tile, self.version)
@@ -48,27 +48,27 @@ class Bare:
 class Parts:
     """A slab, taken apart."""
 
-    tile: Tensor | View
+    tile: Tensor | PackedTensor
     version: int
     exchange: Exchange
-    strips: Sequence[Tensor | View]
+    strips: Sequence[Tensor | PackedTensor]
 
     @property
     def kept(self) -> Sequence[Tensor]:
-        return (opened(self.tile), *map(opened, self.strips))
+        return (unpacked(self.tile), *map(unpacked, self.strips))
 
-    def put(self, bundle: Bundle) -> Parts:
-        tile, strips = bundle.keep(opened(self.tile), self.version), map(opened, self.strips)
-        return replace(self, tile=tile, strips=[bundle.keep(strip) for strip in strips])
+    def put(self, bundle: SavedTensors) -> Parts:
+        tile, strips = bundle.pack(unpacked(self.tile), self.version), map(unpacked, self.strips)
+        return replace(self, tile=tile, strips=[bundle.pack(strip) for strip in strips])
 
     def together(self) -> Tensor:
         tile = _unchanged(self.tile, self.version)
-        return self.exchange.slab(tile, list(map(opened, self.strips)))
+        return self.exchange.slab(tile, list(map(unpacked, self.strips)))
 
 
-def _unchanged(tile: Tensor | View, version: int) -> Tensor:
-    if isinstance(tile, View):
-        return tile.open()  # which looks for itself
+def _unchanged(tile: Tensor | PackedTensor, version: int) -> Tensor:
+    if isinstance(tile, PackedTensor):
+        return tile.unpack()  # which looks for itself
     if tile._version != version:
         raise RuntimeError(
             f"a tensor needed for a gradient, of shape {tuple(tile.shape)}, has been modified by "
@@ -80,7 +80,7 @@ def _unchanged(tile: Tensor | View, version: int) -> Tensor:
 class Slabs:
     """The slabs of one forward, for as long as the layers that read them run."""
 
-    def __init__(self, weights: Set[int] = frozenset(), bundle: Bundle | None = None) -> None:
+    def __init__(self, weights: Set[int] = frozenset(), bundle: SavedTensors | None = None) -> None:
         self.weights = weights  # storages that are there anyway
         self.bundle = bundle  # if what is kept will be put away
         self.known: dict[int, tuple[tuple[int, ...], Parts | Bare]] = {}
@@ -105,7 +105,7 @@ class Slabs:
                 self._count(part)
             return parts if self.bundle is None else parts.put(self.bundle)
         self._count(x)
-        return x if self.bundle is None else self.bundle.keep(x, x._version)
+        return x if self.bundle is None else self.bundle.pack(x, x._version)
 
     def _count(self, x: Tensor) -> None:
         if storage_of(x) not in self.weights:
@@ -122,4 +122,4 @@ class Slabs:
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept.together() if isinstance(kept, (Parts, Bare)) else opened(kept)
+    return kept.together() if isinstance(kept, (Parts, Bare)) else unpacked(kept)

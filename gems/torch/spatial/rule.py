@@ -27,8 +27,7 @@ from gems.torch.runtime.split_backward import Entry
 from gems.torch.spatial.group import Exchange, Fetch, Framed, SpatialGroup
 from gems.torch.spatial.halo_stash import Slabs
 from gems.torch.spatial.rules.parametrized import plain_type, prepare, prepared, shown
-from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder
-from gems.torch.tracing.recorder import name_of
+from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder, name_of
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]

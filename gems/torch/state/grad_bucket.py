@@ -1,11 +1,11 @@
-"""A stage's gradients in one piece of memory per type, so that summing them copies nothing.
+"""A stage's gradients in one flat tensor per type, so that an all-reduce copies nothing.
 
     | gradient | gradient | ... | one flag per gradient | running statistics |
 
-Each parameter's gradient starts as zeros in its place, and autograd adds to it there. A parameter
-that nobody gave a gradient must end without one, as in plain training: whether a gradient came is
-seen from the version of the tensor, and the flags are summed along. Gradients that are shared out
-(param_shards.py) have their places elsewhere, and only their flags here.
+Each parameter's gradient starts as zeros in the bucket, and autograd accumulates there. A parameter
+that got no gradient on any rank must end without one, as in plain training: the tensor's version
+tells whether this rank wrote one, and the flags are summed along. Sharded gradients
+(param_shards.py) are in other memory, and have only their flags here.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ def laid_like(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def restored(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Cells in row-major order as a gradient, in the memory format of its parameter."""
+    """Elements in row-major order as a gradient, in the memory format of its parameter."""
     return laid_like(torch.empty_like(flat), parameter).copy_(flat.view(parameter.shape))
 
 
-class Bucket:
-    """Gradients of `parameters`, and tensors to be summed with them, for one step."""
+class GradBucket:
+    """Gradients of `parameters`, and other tensors to be summed with them, for one step."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        beside: Sequence[Tensor],
-        elsewhere: Mapping[int, Tensor] | None = None,
+        others: Sequence[Tensor],
+        sharded: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """`elsewhere` has zeros for the gradients that are not kept here, by the parameter's id."""
-        self.parameters, self.beside = list(parameters), list(beside)
-        elsewhere = elsewhere or {}
+        """`sharded` has zeros for the gradients that are not in the bucket, by parameter id."""
+        self.parameters, self.others = list(parameters), list(others)
+        sharded = sharded or {}
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
 
-        def room(x: Tensor, count: int) -> tuple[Tensor, int, int]:
+        def reserve(x: Tensor, count: int) -> tuple[Tensor, int, int]:
             start = sizes.get((x.dtype, x.device), 0)
             sizes[x.dtype, x.device] = start + count
             return x, start, count
 
-        gradients = {id(p): room(p, p.numel()) for p in self.parameters if id(p) not in elsewhere}
-        flags = [room(p, 1) for p in self.parameters]
-        others = [room(x, x.numel()) for x in self.beside]
+        gradients = {id(p): reserve(p, p.numel()) for p in self.parameters if id(p) not in sharded}
+        flags = [reserve(p, 1) for p in self.parameters]
+        rest = [reserve(x, x.numel()) for x in self.others]
         memory = {
             key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()
         }
@@ -64,31 +64,31 @@ class Bucket:
             # `.data`: a version of its own, although all share one memory.
             return memory[x.dtype, x.device][start : start + count].data
 
-        self.places = [
-            laid_like(part(*gradients[id(p)]), p) if id(p) in gradients else elsewhere[id(p)]
+        self.gradients = [
+            laid_like(part(*gradients[id(p)]), p) if id(p) in gradients else sharded[id(p)]
             for p in self.parameters
         ]
         self.flags = [part(*at) for at in flags]
-        self.sums = [part(*at).view(x.shape) for at, x in zip(others, beside, strict=True)]
-        for p, place in zip(self.parameters, self.places, strict=True):
-            if p.grad is not None:  # from earlier calls of the same update
-                place.copy_(dense(p.grad))
-            p.grad = place
+        self.sums = [part(*at).view(x.shape) for at, x in zip(rest, others, strict=True)]
+        for p, gradient in zip(self.parameters, self.gradients, strict=True):
+            if p.grad is not None:  # accumulated by earlier calls
+                gradient.copy_(dense(p.grad))
+            p.grad = gradient
 
-    def fill(self) -> list[Tensor]:
-        """What to sum: gradients as they are, flags, and what goes beside them."""
-        for p, place, flag in zip(self.parameters, self.places, self.flags, strict=True):
-            came = p.grad is not place or place._version > 0
-            if p.grad is not place and p.grad is not None:  # somebody put another one there
-                place.copy_(dense(p.grad))
-            flag.fill_(float(came and p.grad is not None))
-        for x, place in zip(self.beside, self.sums, strict=True):
-            place.copy_(x)
+    def pack(self) -> list[Tensor]:
+        """What to all-reduce: gradients, flags and the other tensors."""
+        for p, gradient, flag in zip(self.parameters, self.gradients, self.flags, strict=True):
+            written = p.grad is not gradient or gradient._version > 0
+            if p.grad is not gradient and p.grad is not None:  # a hook replaced it
+                gradient.copy_(dense(p.grad))
+            flag.fill_(float(written and p.grad is not None))
+        for x, total in zip(self.others, self.sums, strict=True):
+            total.copy_(x)
         return self.memory
 
-    def empty(self) -> list[Tensor]:
-        """After the sum: gradients are in their places, or None; gives what was summed beside."""
-        came = torch.cat(self.flags).tolist() if self.flags else []
-        for p, place, flag in zip(self.parameters, self.places, came, strict=True):
-            p.grad = place if flag else None
+    def unpack(self) -> list[Tensor]:
+        """After the all-reduce: set each gradient, or None; returns the sums of the others."""
+        flags = torch.cat(self.flags).tolist() if self.flags else []
+        for p, gradient, flag in zip(self.parameters, self.gradients, flags, strict=True):
+            p.grad = gradient if flag else None
         return self.sums

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Named:
+class NamedState:
     """`groups` are options without weights; `names` are the weights of each; `rest` is whatever
     else the optimizer's own state dict has."""
 
@@ -30,11 +30,11 @@ class Named:
     rest: dict[str, Any]
 
 
-def kind(thing: Any) -> str:
+def type_name(thing: Any) -> str:
     return type(thing).__qualname__
 
 
-def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Named:
+def named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> NamedState:
     """The state of an optimizer of these parameters. Tensors are the optimizer's own."""
     name_of = {id(p): name for name, p in parameters.items()}
     whole = optimizer.state_dict()
@@ -55,13 +55,13 @@ def by_name(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Nam
         names.append(mine)
         groups.append({k: v for k, v in packed.items() if k not in ("params", "param_names")})
     rest = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
-    return Named(groups, names, states, rest)
+    return NamedState(groups, names, states, rest)
 
 
-def give_back(
+def load_named_state(
     optimizer: Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    saved: Named,
+    saved: NamedState,
     exact: Iterable[str],
 ) -> None:
     """Load the options of all groups, and the state of those weights that are here.
@@ -81,13 +81,13 @@ def give_back(
     optimizer.load_state_dict({"state": states, "param_groups": groups, **saved.rest})
     for name in exact:
         p = parameters[name]
-        _keep_types(optimizer.state.get(p, {}), saved.state.get(name, {}), p)
+        _restore_types(optimizer.state.get(p, {}), saved.state.get(name, {}), p)
 
 
-def give_state(
+def load_param_state(
     optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[str, Any], *, exact: bool
 ) -> None:
-    """Load the state of one weight, as `give_back` would with all others'."""
+    """Load the state of one weight, as `load_named_state` does for all."""
 
     def cast(key: str, x: Any) -> Any:
         if not isinstance(x, Tensor) or key == "step":
@@ -99,8 +99,8 @@ def give_state(
     optimizer.state[parameter] = {key: cast(key, x) for key, x in state.items()}
 
 
-def _keep_types(here: dict[str, Any], saved: Mapping[str, Any], p: nn.Parameter) -> None:
-    """torch casts state to its parameter's type; what was kept finer must come back as it was."""
+def _restore_types(here: dict[str, Any], saved: Mapping[str, Any], p: nn.Parameter) -> None:
+    """Undo torch's cast to the parameter's type."""
     for key, value in saved.items():
         if isinstance(value, Tensor) and here[key].dtype != value.dtype:
             here[key] = _laid_out(value.to(here[key].device), p)

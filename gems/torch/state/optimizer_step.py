@@ -1,4 +1,4 @@
-"""Take an optimizer's step stage by stage, where part of what it works on is put away."""
+"""Optimizer steps stage by stage, where part of the state is offloaded or steps are eager."""
 
 from __future__ import annotations
 
@@ -11,76 +11,77 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gems.errors import PlanError
-from gems.torch.offload.optimizer import States
+from gems.torch.offload.optimizer import OffloadedState
 from gems.torch.offload.stores import Store
-from gems.torch.state.param_shards import Shard
+from gems.torch.state.param_shards import StageShard
 from gems.transport.protocol import Done, Work
 
-REST = -1  # in place of a stage: what several stages use
+TIED = -1  # in place of a stage: parameters that several stages use
 
 
-class Updates:
-    """The updates of one rank: what each stage's parameters are, and which are made in this step.
+class StageOptimizer:
+    """Steps one rank's optimizer stage by stage, and knows which stages it has stepped.
 
-    `parts` are what the optimizer steps of each stage. Where weights are put away on the host the
-    optimizer's state comes to be there by itself, and there is no `store` for it.
+    `parameters` are what it steps of each stage. Optimizer state of weights that are offloaded to
+    the host is made there, and needs no `store`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        parts: Mapping[int, Sequence[nn.Parameter]],
-        shards: Mapping[int, Shard],
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        shards: Mapping[int, StageShard],
         store: Store | None,
     ) -> None:
         _reject(optimizer)
-        self.optimizer, self.parts = optimizer, parts
-        self.shards = shards
-        self.states = States(optimizer, store) if store is not None else None
-        self.worker = ThreadPoolExecutor(1, "gems-update")  # which takes no thread until it works
-        self.made: set[int] = set()
-        self.renew()
+        self.optimizer, self.parameters, self.shards = optimizer, parameters, shards
+        self.offloaded = OffloadedState(optimizer, store) if store is not None else None
+        self.worker = ThreadPoolExecutor(1, "gems-update")  # starts its thread when first used
+        self.stepped: set[int] = set()
+        self.reset()
 
-    def left(self) -> list[int]:
-        """The stages that were not updated in this step, in one order everywhere."""
-        return [stage for stage in self.parts if stage not in self.made]
+    def unstepped(self) -> list[int]:
+        """The stages without an optimizer step so far, in one order everywhere."""
+        return [stage for stage in self.parameters if stage not in self.stepped]
 
-    def begin(self, stage: int, factor: float = 1.0) -> tuple[int, Work]:
-        """Update a stage beside the work, where weights, gradients and state are on the host; else
-        at once. Gives the bytes that were brought back for it, and when it is made."""
+    def step_async(self, stage: int, factor: float = 1.0) -> tuple[int, Work]:
+        """Step a stage in a thread, if weights, gradients and state are on the host; else at once.
+        Returns the bytes that were loaded for it, and its handle."""
         shard = self.shards.get(stage)
         if shard is None or not shard.on_host:
             return self.step(stage, factor), Done()
-        self.made.add(stage)
-        if not shard.came:
+        self.stepped.add(stage)
+        if not shard.with_grad:
             return 0, Done()
 
         def work() -> None:
-            shard.open()
+            shard.load()
             self._step(stage, factor)
 
-        return 0, _Made(self.worker.submit(work), shard)
+        return 0, _StepWork(self.worker.submit(work), shard)
 
     def step(self, stage: int, factor: float = 1.0) -> int:
-        """Update a stage with its gradients times `factor`. Gives the bytes that were brought back
-        from where they were put away, for as long as it took."""
-        self.made.add(stage)
+        """Step a stage with its gradients times `factor`. Returns the bytes that were loaded for as
+        long as it took."""
+        self.stepped.add(stage)
         shard = self.shards.get(stage)
-        away = shard if shard is not None and shard.store is not None else None
-        if away is not None and not away.came:
+        if shard is None:
+            return self._step(stage, factor)
+        if shard.store is None:
+            loaded = self._step(stage, factor)
+            shard.clear_grads()
+            return loaded
+        if not shard.with_grad:
             return 0
-        brought = (0 if away is None else away.open()) + self._step(stage, factor)
-        if away is not None:
-            away.close()
-        elif shard is not None:
-            shard.forget()
-        return brought
+        loaded = shard.load() + self._step(stage, factor)
+        shard.offload()
+        return loaded
 
     def _step(self, stage: int, factor: float) -> int:
-        """The optimizer's step; gives the bytes of state that came back for it."""
-        stepped = [p for p in self.parts[stage] if p.grad is not None]
-        if self.states is not None:
-            self.states.fetch(stepped)
+        """The optimizer's step; returns the bytes of state that were loaded for it."""
+        stepped = [p for p in self.parameters[stage] if p.grad is not None]
+        if self.offloaded is not None:
+            self.offloaded.load(stepped)
         for p in stepped if factor != 1.0 else ():
             assert p.grad is not None
             p.grad.mul_(factor)
@@ -89,38 +90,38 @@ class Updates:
                 self.optimizer.step()
         for p in stepped:
             p.grad = None
-        return self.states.put(stepped) if self.states is not None else 0
+        return self.offloaded.offload(stepped) if self.offloaded is not None else 0
 
-    def put(self, stage: int) -> None:
-        """Put away what state the optimizer has of a stage."""
-        if self.states is not None:
-            self.states.put(self.parts[stage])
+    def offload(self, stage: int) -> None:
+        """Offload the optimizer state of a stage."""
+        if self.offloaded is not None:
+            self.offloaded.offload(self.parameters[stage])
 
     def close(self) -> None:
         self.worker.shutdown()
 
-    def renew(self) -> None:
-        """The optimizer has another state than was put away: put that away."""
-        if self.states is not None:
-            self.states.clear()
-        for stage in self.parts:
-            self.put(stage)
+    def reset(self) -> None:
+        """The optimizer was given another state: offload that instead."""
+        if self.offloaded is not None:
+            self.offloaded.clear()
+        for stage in self.parameters:
+            self.offload(stage)
 
 
-class _Made:
-    """An update beside the work. Whoever waits for it lets its gradients go."""
+class _StepWork:
+    """An optimizer step in a thread. Whoever waits for it offloads its result."""
 
-    def __init__(self, future: Future[None], shard: Shard) -> None:
+    def __init__(self, future: Future[None], shard: StageShard) -> None:
         self.future, self.shard = future, shard
 
     def wait(self) -> None:
         self.future.result()
-        self.shard.close()
+        self.shard.offload()
 
 
 @contextmanager
 def only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let an optimizer have no other parameters for a while."""
+    """Let an optimizer have no other parameters inside."""
     wanted = {id(p) for p in parameters}
     before = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -133,14 +134,14 @@ def only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[N
 
 
 def _reject(optimizer: Optimizer) -> None:
-    """Torch's own treat each parameter by itself, but for one."""
+    """Torch's optimizers treat each parameter by itself, except LBFGS."""
     kind = type(optimizer)
     own = getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
-    said = getattr(optimizer, "by_parameter", False) or getattr(optimizer, "by_cell", False)
-    if not own and not said:
+    declared = getattr(optimizer, "by_parameter", False) or getattr(optimizer, "elementwise", False)
+    if not own and not declared:
         raise PlanError(
-            f"updates are made stage by stage, and {kind.__qualname__} may look at all parameters "
-            "together. Use one of torch.optim (not LBFGS), say of your own that it treats each "
-            f"parameter by itself ({kind.__qualname__}.by_parameter = True), or put away no more "
-            "than the stash, with optimizer_step='end'"
+            f"optimizer steps are taken stage by stage, and {kind.__qualname__} may need all "
+            "parameters at once. Use one of torch.optim (not LBFGS), declare that your own treats "
+            f"each parameter by itself ({kind.__qualname__}.by_parameter = True), or offload "
+            "activations only, with optimizer_step='end'"
         )

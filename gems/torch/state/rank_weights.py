@@ -13,8 +13,9 @@ from torch import nn
 from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
 from gems.torch.offload.stores import Store
-from gems.torch.state.ownership import Ownership, Unmade
-from gems.torch.state.param_shards import Shard
+from gems.torch.state.deferred_init import DeferredInit
+from gems.torch.state.ownership import Ownership
+from gems.torch.state.param_shards import StageShard
 from gems.torch.tracing.op_meter import storage_of
 from gems.transport.protocol import Transport, Work
 
@@ -32,10 +33,10 @@ class RankWeights:
         transport: Transport,
         *,
         loss_weights: Mapping[str, nn.Parameter] | None = None,
-        unmade: Unmade | None = None,
+        deferred: DeferredInit | None = None,
         host: Store | None = None,
     ) -> None:
-        """`unmade` are weights still to be initialised; `host` stores those that are offloaded."""
+        """`deferred` initialises weights; `host` stores those that are offloaded."""
         self.model, self.plan, self.owned, self.transport = model, plan, owned, transport
         self.host, self.rank = host, transport.rank
         self.stages = plan.stages_on[self.rank]
@@ -49,27 +50,27 @@ class RankWeights:
         self.needs_norm = False
         self.accumulated: set[int] = set()  # parameters trained since the last optimizer step
         self.accumulation_over = True
-        self.shards = self._shard(unmade)
+        self.shards = self._shard(deferred)
         self.in_shards = {
             id(p) for shard in self.shards.values() for p in shard.parameters.values()
         }
         self.bytes = size([t for t in self.by_name.values() if id(t) not in self.in_shards])
         self.storages = {storage_of(t) for t in self.by_name.values()}
 
-    def _shard(self, unmade: Unmade | None) -> dict[int, Shard]:
+    def _shard(self, deferred: DeferredInit | None) -> dict[int, StageShard]:
         """The stages of this rank whose state is sharded or offloaded. Stage by stage, so that
         only one stage's new weights are whole in memory at a time."""
-        found: dict[int, Shard] = {}
+        found: dict[int, StageShard] = {}
         for stage in self.stages:
-            if unmade is not None:
-                unmade.make(self.owned.only(stage))
+            if deferred is not None:
+                deferred.materialize(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
             level = self.plan.zero if self.plan.shard_count(stage) > 1 else 0
             if mine and (level or self.host is not None):
                 group = self.plan.replica_groups[stage] if level else (self.rank,)
-                found[stage] = Shard(mine, group, self.rank, level, self.host)
-        if unmade is not None:
-            unmade.make()
+                found[stage] = StageShard(mine, group, self.rank, level, self.host)
+        if deferred is not None:
+            deferred.materialize()
         return found
 
     # --- parameters ---------------------------------------------------------------------------
@@ -101,16 +102,16 @@ class RankWeights:
         """Buffers to all-gather over the shard group, and copies from the host to wait for."""
         if (shard := self.shards.get(stage)) is None:
             return [], []
-        handles = shard.gather()
+        handles = shard.unshard()
         if shard.level < 3:
             return [], handles
         for handle in handles:  # other ranks receive our shard from this memory
             handle.wait()
-        return shard.memory, []
+        return shard.flat_weights, []
 
     def reshard(self, stage: int) -> None:
         if stage in self.shards:
-            self.shards[stage].release()
+            self.shards[stage].reshard()
 
     @contextmanager
     def unsharded(self, *, fetched: bool = True) -> Iterator[None]:
@@ -118,23 +119,23 @@ class RankWeights:
         unless the present values do not matter and need not be `fetched`. Weights offloaded on
         this rank alone are read and written one by one: `copy` and `put`."""
         apart = [shard for shard in self.shards.values() if shard.level == 3]
-        for handle in [handle for shard in apart for handle in shard.gather()]:
+        for handle in [handle for shard in apart for handle in shard.unshard()]:
             handle.wait()
-        pairs = [(memory, shard.holders) for shard in apart for memory in shard.memory]
+        pairs = [(memory, shard.ranks) for shard in apart for memory in shard.flat_weights]
         for handle in [self.transport.all_gather(*pair) for pair in pairs if fetched]:
             handle.wait()
         try:
             yield
             for shard in apart:
-                shard.keep()
+                shard.write_back()
         finally:
             for shard in apart:
-                shard.release()
+                shard.reshard()
 
     @cached_property
-    def offloaded(self) -> dict[str, Shard]:
+    def offloaded(self) -> dict[str, StageShard]:
         """By name, the weights whose only copy is the host copy of this rank."""
-        away = [shard for shard in self.shards.values() if shard.at_home]
+        away = [shard for shard in self.shards.values() if shard.has_host_copy]
         return {name: shard for shard in away for name in shard.parameters}
 
     def copy(self, name: str) -> Tensor:

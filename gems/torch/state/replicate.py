@@ -1,4 +1,4 @@
-"""Replicas of a weight start as the first rank that holds it has it: parameters and buffers."""
+"""Broadcast initial weights: replicas start with those of the first rank of their group."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import torch
 from gems.transport.protocol import Transport
 
 Tensor = torch.Tensor
-CHUNK = 1 << 26  # bytes that are sent at a time
+CHUNK = 1 << 26  # bytes per broadcast
 
 
 def replicate(
-    weights: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], transport: Transport
+    weights: Mapping[str, Tensor],
+    replica_groups: Mapping[str, tuple[int, ...]],
+    transport: Transport,
 ) -> None:
-    """Broadcast each weight of this rank from its first holder to the others, bit by bit.
+    """Broadcast each weight of this rank from the first rank of its replica group, bit by bit.
 
-    `weights` are those of this rank, of which some may have no memory yet: they are made from
-    numbers that depend on their names, hence the same everywhere. All ranks call it.
+    Some weights may not be allocated yet: they are initialised from random numbers that depend on
+    their names, hence the same everywhere. All ranks call it.
     """
     by_group: dict[tuple[int, ...], list[str]] = {}
-    for name in holders:  # in one order everywhere
-        if len(holders[name]) > 1 and name in weights and _is_here(weights[name]):
-            by_group.setdefault(holders[name], []).append(name)
+    for name in replica_groups:  # in one order everywhere
+        if len(replica_groups[name]) > 1 and name in weights and _is_allocated(weights[name]):
+            by_group.setdefault(replica_groups[name], []).append(name)
     for ranks, names in sorted(by_group.items()):
         for group in _chunks([weights[name] for name in names]):
             _broadcast(group, ranks, transport)
 
 
-def _is_here(tensor: Tensor) -> bool:
+def _is_allocated(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.nbytes > 0
 
 
@@ -48,14 +50,14 @@ def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _broadcast(tensors: list[Tensor], ranks: tuple[int, ...], transport: Transport) -> None:
-    """As a sum to which all but the first contribute zeros, of integers: every bit arrives."""
+    """As an all-reduce of integers, to which all but the first contribute zeros: exact."""
     sizes = [t.nbytes for t in tensors]
-    words = torch.zeros(-(-sum(sizes) // 4), dtype=torch.int32, device=tensors[0].device)
-    parts = words.view(torch.uint8)[: sum(sizes)].split(sizes)
+    integers = torch.zeros(-(-sum(sizes) // 4), dtype=torch.int32, device=tensors[0].device)
+    parts = integers.view(torch.uint8)[: sum(sizes)].split(sizes)
     if transport.rank == ranks[0]:
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
-    transport.all_reduce(words, ranks).wait()
+    transport.all_reduce(integers, ranks).wait()
     if transport.rank == ranks[0]:
         return
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a step changes before its optimizer step, kept so that a step that fails can be undone.
+"""Copies of what a step changes before its optimizer step, so that a failed step can be undone.
 
 Forward changes buffers (running statistics), backward adds to gradients, and each call of an
 accumulation counts its samples. The optimizer step itself is not undone: it comes last, once all
@@ -28,16 +28,19 @@ class Rollback:
 
     @classmethod
     def at(cls, trainer: Any, parameters: Iterable[nn.Parameter]) -> Rollback:
-        """Before a step begins. Gradients are copied within an accumulation only; otherwise there
-        are none of ours, and those that somebody else left are none of the step's."""
-        among = trainer.window > 0
+        """Before a step begins. Gradients are copied only while they are accumulated; otherwise a
+        step starts with none."""
+        accumulating = trainer.window > 0
         return cls(
             {name: getattr(trainer, name) for name in COUNTERS},
-            [(p, p.grad.clone() if among and p.grad is not None else None) for p in parameters],
+            [
+                (p, p.grad.clone() if accumulating and p.grad is not None else None)
+                for p in parameters
+            ],
         )
 
-    def hold(self, buffers: Iterable[tuple[Any, str]]) -> None:
-        """Copy buffers that forward is about to change, or to assign: who has each, its key."""
+    def save_buffers(self, buffers: Iterable[tuple[Any, str]]) -> None:
+        """Copy buffers that forward is about to change or assign: each as its owner and key."""
         self.buffers += [(own, key, own[key], own[key].detach().clone()) for own, key in buffers]
 
     def undo(self, trainer: Any) -> None:

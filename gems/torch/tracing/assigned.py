@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gems.errors import TraceError
+from gems.torch.tracing.fake_weights import FakeWeights
 from gems.torch.tracing.frozen import tensors_within
 from gems.torch.tracing.reads import Access
 
@@ -22,6 +23,23 @@ def assign_buffer(name: str) -> Callable[[nn.Module, torch.Tensor], None]:
 
     assign.__name__ = f"assign_{key}"
     return assign
+
+
+def assigned_buffer(
+    weights: FakeWeights, module: nn.Module, path: str, name: str, value: torch.Tensor
+) -> str:
+    """The first name of a buffer that forward assigns, if a stage can assign it as well."""
+    first = weights.first_names[f"{path}.{name}" if path else name]
+    if first not in weights.buffers or weights.holder(first) is not module:
+        raise TraceError(f"forward assigns to {path}.{name}, which has several names; give it one")
+    old: Any = module._buffers[name]
+    if (value.shape, value.dtype) != (old.shape, old.dtype):
+        raise TraceError(
+            f"forward assigns a tensor {list(value.shape)} of {value.dtype} to the buffer {first}, "
+            f"which is {list(old.shape)} of {old.dtype}; keep shape and type, or, if it is a "
+            "cache, run the model once on a real micro-batch before giving it to GEMS"
+        )
+    return first
 
 
 def set_data(func: Any) -> bool:
@@ -59,7 +77,7 @@ class Lost:
     __bool__ = __float__ = __int__ = __len__ = __iter__ = __getitem__ = __call__ = _raise
 
 
-def take_away(access: Access) -> None:
-    """Let nobody take what a recording left on a module, or what was there, for this step's."""
+def replace_by_lost(access: Access) -> None:
+    """Have an error where a recording left a tensor on a module: it is not this step's."""
     if access.path is not None:
         access.name.mapping[access.name.key] = Lost(access.name.label)

@@ -103,7 +103,7 @@ def _holder(tensors: list[Any]) -> str | None:
     return None
 
 
-def let_go(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Clear the variables of the functions that raised: an error is kept, its tensors are not."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -80,7 +80,7 @@ class Record:
     parameters: dict[str, Weight]
     buffers: dict[str, Weight]
     names: dict[str, str]  # every name of a parameter or buffer -> its first name
-    glued: list[tuple[int, int]]  # first and last call of runs that may not be cut
+    atomic: list[tuple[int, int]]  # first and last call of runs that stay on one stage
     device: str  # kind of device that it was recorded for
     leaves: tuple[str, ...]  # modules that had to be taken whole
     storages: dict[str, int] = field(default_factory=dict)  # the memory of each value, as in saves
@@ -109,3 +109,14 @@ def leaves_of(output: Any) -> list[Ref]:
     """The values in a model's output, in order."""
     leaves = pytree.tree_leaves(output, is_leaf=is_placeholder)
     return [x for x in leaves if isinstance(x, Ref)]
+
+
+def name_of(func: Any) -> str:
+    """What a recorded function is called."""
+    if isinstance(func, torch.jit.ScriptFunction):
+        return str(func.qualified_name).rpartition(".")[2]
+    owner = getattr(func, "__self__", None)
+    name = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__" or name == "apply":
+        name = getattr(owner, "__name__", name)
+    return name.strip("_") or name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,14 @@ class FakeWeights:
     def names_of(self, ids: Container[int]) -> list[str]:
         """The weights that have one of these ids."""
         return [self.named[id(fake)] for i, fake in self._fakes.items() if i in ids]
+
+    def touched(self, changed: Iterable[torch.Tensor], written: Iterable[int]) -> tuple[str, ...]:
+        """The weights that see the memory of these fakes or of these storages."""
+        changed = list(changed)
+        names = [self.named[id(t)] for t in changed if id(t) in self.named]
+        for storage in (*map(storage_of, changed), *written):
+            names += self.in_storage.get(storage, ())
+        return tuple(dict.fromkeys(names))
 
     def stand_ins(self) -> dict[int, torch.Tensor]:
         """For the weights that have no memory just now, by id: ordinary ones on the host."""

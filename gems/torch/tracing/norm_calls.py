@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gems.torch.runtime.running_stats import tracked
 from gems.torch.tracing.calls import Attr, Call
 
 _signature = inspect.signature(F.batch_norm)
@@ -85,3 +87,16 @@ def _counts(call: Call, path: str) -> bool:
     name = getattr(call.function, "__name__", "")
     plain = call.args == (Attr(f"{path}.{COUNT}"), 1) and not call.kwargs
     return name in ("add_", "__iadd__") and plain
+
+
+@contextmanager
+def known_momentum(module: nn.Module) -> Iterator[None]:
+    """A cumulative average looks at how many batches it has seen, and a fake count has no value."""
+    unknown = tracked(module) and module.momentum is None
+    if unknown:
+        module.momentum = 0.0  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if unknown:
+            module.momentum = None  # type: ignore[assignment]

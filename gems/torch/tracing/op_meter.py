@@ -1,4 +1,4 @@
-"""What one call does below Python: FLOPs, bytes moved, random numbers, tensors kept."""
+"""What one call does below Python: FLOPs, bytes moved, random numbers, saved tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HARMLESS = {
 
 
 class CallMeter(TorchDispatchMode):
-    """What one call does below Python: FLOPs, bytes moved, random numbers, tensors kept."""
+    """What one call does below Python: FLOPs, bytes moved, random numbers, saved tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +48,15 @@ class CallMeter(TorchDispatchMode):
         self.changed: list[torch.Tensor] = []  # in place
         self.written: list[int] = []  # storages of running averages
         self.saves: dict[int, int] = {}
+        self.norms: list[str] = []  # layers with running statistics that it ran
+        self.used: list[str] = []  # weights that it reached in another way than as its module's
+
+    def restart(self) -> None:
+        """Forget an attempt on fake tensors that failed, but for what it used and whether it drew.
+        How often each layer runs may differ from sample to sample."""
+        random, used = self.random, self.used
+        self.clear()
+        self.random, self.used = random, used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -162,7 +162,7 @@ class Reads:
         self,
         paths: dict[int, str],
         running: Callable[[], str | None],
-        assign: Callable[[nn.Module, str, Any], bool],
+        assign: Callable[[str, nn.Module, str, Any], bool],
     ) -> None:
         self.paths, self.running, self.assign = paths, running, assign
         self.thread = threading.get_ident()
@@ -206,8 +206,9 @@ class Reads:
             return value
 
         def setattr_(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == self.thread and id(module) in self.paths:
-                if self.assign(module, name, value):
+            path = self.paths.get(id(module))
+            if threading.get_ident() == self.thread and path is not None:
+                if self.assign(path, module, name, value):
                     return
                 if name not in INTERNAL and not _registered(module, name):
                     self._note(module, name, wrote=True)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from gems.errors import TraceError
 from gems.model.graph import Block, Graph
 from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
-from gems.torch.tracing.recorder import record
+from gems.torch.tracing.record import record
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _same_calls(a: Record, b: Record) -> bool:
 
 
 def _graph(record: Record) -> tuple[Graph, Record, tuple[tuple[int, int], ...]]:
-    runs = _runs(len(record.calls), [*record.glued, *_hooked(record.calls)])
+    runs = _runs(len(record.calls), [*record.atomic, *_hooked(record.calls)])
     storages: dict[int, int] = {}
     blocks = tuple(_block(record, record.calls[a : b + 1], storages) for a, b in runs)
     values = (
@@ -115,10 +115,10 @@ def _hooked(calls: Sequence[Call]) -> Iterator[tuple[int, int]]:
             yield from ((maker[name], j) for name in call.reads if name in maker)
 
 
-def _runs(count: int, glued: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _runs(count: int, atomic: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Every call by itself, but for the runs that may not be cut; overlapping runs are one."""
     last = list(range(count))
-    for a, b in glued:
+    for a, b in atomic:
         for i in range(a, b + 1):
             last[i] = max(last[i], b)
     runs: list[tuple[int, int]] = []

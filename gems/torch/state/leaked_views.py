@@ -1,9 +1,9 @@
 """Views of weights that a hook kept past the step: released with the weights, so that using one
 raises instead of reading freed memory.
 
-Whether there are any is asked after every step by the number of references to the memory, in a
-microsecond. Only then are they looked for among all Python objects. During a step there may be
-more: what autograd has saved for backward are views, too.
+After every step the reference count of the storage tells whether there are any, in a microsecond.
+Only then all Python objects are searched. During a step there may be more: what autograd has saved
+for backward are views, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 KEPT = "was kept as a view of weights past the step; clone it there, because what it is a view of"
 
 
-class Kept:
-    """The views of one flat tensor that are there besides those that are expected."""
+class LeakedViews:
+    """Views of one flat tensor, besides the expected ones."""
 
     def __init__(self, flat: Tensor) -> None:
         """All references that there are now are expected."""
@@ -28,8 +28,8 @@ class Kept:
         self.least = self.expected = _references(flat)
 
     def release(self, ours: Iterable[Tensor], why: str) -> int:
-        """Let others than `ours` have no memory, for good. `why` the weights have none; gives the
-        number of views."""
+        """Release all but `ours`, for good. `why` the weights have no memory; returns the number of
+        views."""
         now = _references(self.flat)
         self.expected = max(self.least, min(self.expected, now))
         if now <= self.expected:
@@ -39,7 +39,7 @@ class Kept:
         found = [x for x in gc.get_objects() if _is_view(x, memory) and id(x) not in known]
         for view in found:
             release(view, f"a tensor of shape {tuple(view.shape)}", f"{KEPT} {why}", keep=False)
-        if not found:  # what is not Python's cannot be found
+        if not found:  # references from outside Python cannot be found
             self.expected = now
         return len(found)
 
@@ -53,5 +53,5 @@ def _is_view(x: object, memory: int) -> bool:
         return False
     try:
         return x.untyped_storage()._cdata == memory  # type: ignore[attr-defined]
-    except (RuntimeError, NotImplementedError):  # sparse, or of a compiler: no memory of its own
+    except (RuntimeError, NotImplementedError):  # sparse, or a compiler's: no storage
         return False

@@ -1,0 +1,109 @@
+"""Where a checkpoint and a trainer do not fit: other weights, another optimizer or scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gems.errors import CheckpointError, problems
+from gems.torch.checkpoint.manifest import TensorEntry
+from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of
+from gems.torch.state.optimizer_state import type_name
+from gems.transport.encoding import sendable
+
+if TYPE_CHECKING:
+    from gems.torch.trainer import Trainer
+
+Tensor = torch.Tensor
+Tensors = Mapping[str, TensorEntry]
+AFRESH = "or load with strict=False, which takes what fits and leaves the rest as it is"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Where the weights of a checkpoint do not fit, and why training cannot go on from it."""
+
+    weights: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
+
+    def reject(self) -> None:
+        if whys := (*self.weights, *self.training):
+            raise CheckpointError(
+                problems(
+                    "this checkpoint does not fit the trainer; give the trainer the model, "
+                    f"optimizer and scheduler that it was saved with, {AFRESH}:",
+                    whys,
+                )
+            )
+
+
+sendable(Mismatch)
+
+
+def mismatch(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Mismatch:
+    """As this rank sees it: it knows the groups of its own weights only."""
+    training = _of_training(trainer, plain, tensors)
+    return Mismatch(tuple(_of_weights(trainer, tensors)), tuple(training))
+
+
+def merged(found: Sequence[Mismatch]) -> Mismatch:
+    """As all ranks see it."""
+    return Mismatch(
+        tuple(dict.fromkeys(why for each in found for why in each.weights)),
+        tuple(dict.fromkeys(why for each in found for why in each.training)),
+    )
+
+
+def _of_weights(trainer: Trainer, tensors: Tensors) -> Iterator[str]:
+    weights, expected = weights_of(trainer), model_keys(trainer)
+    for key, name in (expected | buffer_keys(trainer)).items():
+        label, form = key.partition(".")[2], _form(weights[name])
+        if (entry := tensors.get(key)) is None:
+            if key in expected or name in trainer.loss_weights:
+                yield f"missing: {label}, {form}"
+        elif _form(entry) != form:
+            yield f"{label} is {_form(entry)} in the checkpoint, {form} in the model"
+    for key, entry in tensors.items():
+        if key.startswith("model.") and key not in expected:
+            yield f"unexpected: {key.removeprefix('model.')}, {_form(entry)}"
+
+
+def _form(tensor: Tensor | TensorEntry) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{'×'.join(map(str, tensor.shape)) or 'one number'} of {dtype}"
+
+
+def _of_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> list[str]:
+    """A trainer without an optimizer only predicts: it loads the weights of any checkpoint."""
+    if trainer.optimizer is None:
+        return []
+    found = []
+    for what, mine in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):
+        here, there = mine and type_name(mine), plain[what] and plain[what]["kind"]
+        if here != there:
+            found.append(
+                f"the {what} is {there or 'absent'} in the checkpoint, {here or 'absent'} "
+                "in the trainer"
+            )
+    return found or _of_groups(trainer, plain["names"], tensors)
+
+
+def _of_groups(trainer: Trainer, saved: list[list[str]], tensors: Tensors) -> list[str]:
+    assert trainer.optimizer is not None
+    groups = trainer.optimizer.param_groups
+    if len(groups) != len(saved):
+        return [f"the optimizer has {len(saved)} groups in the checkpoint, {len(groups)} here"]
+    name_of = {id(p): name for name, p in trainer._stepped().items()}
+    group_of = {name: i for i, names in enumerate(saved) for name in names}
+    return [
+        f"{name} is in group {i} of the optimizer here, in group {group_of.get(name, 'none')} in "
+        "the checkpoint"
+        for i, group in enumerate(groups)
+        for p in group["params"]
+        if (name := name_of.get(id(p))) is not None
+        and f"model.{name}" in tensors
+        and group_of.get(name) != i
+    ]
