@@ -124,9 +124,9 @@ def measured(transport: Transport, plan: Plan, steps: int) -> Any:
     )
     for images, labels in data(steps, plan.total):
         trainer.step(images, labels)
-    activations = dict(trainer.adapter.activation_bytes_of)
+    activations = dict(trainer.state.activation_bytes)
     engine = trainer.engine
-    left = (len(engine.sending), len(engine.inbox), len(engine.at_hand), len(trainer.adapter.kept))
+    left = (len(engine.sending), len(engine.inbox), len(engine.at_hand), len(trainer.state.saved))
     return (
         trainer.timeline(),
         activations,

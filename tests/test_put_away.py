@@ -159,11 +159,11 @@ def test_a_loss_that_is_no_number_updates_nothing() -> None:
         sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
         trainer = Trainer(small(), lose, sgd, sample, plan, transport=transport)
         names = ("a.weight", "head.weight")
-        before = [trainer.adapter.copy(name).clone() for name in names]
+        before = [trainer.weights.copy(name).clone() for name in names]
         with pytest.raises(LossError, match="no update was made"):
             trainer.step(*data(1)[0])
         for name, weight in zip(names, before, strict=True):
-            assert torch.equal(trainer.adapter.copy(name), weight)
+            assert torch.equal(trainer.weights.copy(name), weight)
         with pytest.raises(GemsError, match="has failed in the middle of a step"):
             trainer.state_dict()
 

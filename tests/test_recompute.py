@@ -44,6 +44,7 @@ from gems.schedule import greedy
 from gems.schedule.action import Kind, Schedule, parse
 from gems.schedule.build import build, lowered
 from gems.schedule.validate import check
+from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import split
 from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.trace import trace
@@ -474,7 +475,8 @@ def test_weight_gradients_of_what_is_recomputed_can_be_put_off_too(recompute: An
             Plan(schedule="zero-bubble", recompute=recompute), transport=transport,
         )  # fmt: skip
         adapter = trainer.adapter
-        adapter.begin(split(*labelled(2, 1)[0], 1), 0, training=True)
+        batch = split(*labelled(2, 1)[0], 1)
+        trainer.batches.state = begin_step(trainer.runner, batch, 0, training=True)
         adapter.forward(0, 0, {})
         if recompute == "always":
             adapter.recompute(0, 0)
@@ -524,11 +526,12 @@ def test_what_autograd_holds_after_forward_is_what_is_counted(recompute: Any) ->
             Plan(recompute=recompute), transport=transport,
         )  # fmt: skip
         adapter = trainer.adapter
-        adapter.begin(split(*labelled(2, 1)[0], 1), 0, training=True)
-        adapter.loss = None  # it is nobody's stash
+        batch = split(*labelled(2, 1)[0], 1)
+        trainer.batches.state = begin_step(trainer.runner, batch, 0, training=True)
+        trainer.runner.loss.function = None  # it is nobody's stash
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x):
             adapter.forward(0, 0, {})
-        for storage in adapter.weight_storages:
+        for storage in trainer.weights.storages:
             seen.pop(storage, None)
         return adapter.activation_bytes(0, 0)
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from gems import models
 from gems.geometry.box import Box, moves
 from gems.plans.plan import Plan
-from gems.torch.runtime.partitioned_model import Cut
+from gems.torch.runtime.partitioned_model import PartitionedModel
 from gems.torch.spatial.partition import StageLayout, traffic
 from gems.torch.trainer import Trainer
 from gems.transport.threads import Local, run
@@ -753,8 +753,8 @@ def on_slides(plan: Plan, model: nn.Module, data: list[Any]) -> list[Any]:
     return on_ranks(plan, work)
 
 
-def only_cut(mine: Trainer) -> Cut:
-    return next(iter(mine.adapter.cuts.values()))
+def only_cut(mine: Trainer) -> PartitionedModel:
+    return next(iter(mine.runner.programs.recordings.values()))
 
 
 @pytest.mark.parametrize("halo", ["d1", "d2"])
@@ -977,7 +977,7 @@ def test_a_trainer_counts_the_same_bytes() -> None:
     def work(transport: Local) -> Any:
         mine = Trainer(conv_stack(3), None, None, images[:2], plan, transport=transport)
         mine.predict(images)
-        cut = next(c for c in mine.adapter.cuts.values() if c.bound)
+        cut = next(c for c in mine.runner.programs.recordings.values() if c.bound)
         group = cut.bound[0, 0, 1, 2, 3].group
         return group.traffic, sent_and_taken(cut.laid[0], 4)[transport.rank][0]
 

@@ -90,6 +90,6 @@ def test_weight_gradients_of_tiles_wait_for_their_turn(bias: bool) -> None:
         late.extend(tuple(gradient.shape) for _, _, _, gradient in page)
         defer.settle(page)
 
-    with mock.patch("gems.torch.runtime.adapter.settle", noted):
+    with mock.patch("gems.torch.runtime.stage_runner.settle", noted):
         assert_equal(planned(model, data, plan), expected)
     assert late.count((1, 6, 4, 8)) == 2 * 4  # two tiles, four micro-batches

@@ -33,7 +33,6 @@ from gems.schedule.async_window import AT_ONCE, windows
 from gems.schedule.build import lowered
 from gems.schedule.lower.messages import receipts
 from gems.schedule.validate import check
-from gems.torch.runtime.adapter import OF_A_BATCH
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -684,14 +683,20 @@ def test_bytes_of_every_moment_are_predicted(name: str) -> None:
         assert list(dict.fromkeys(measured)) == list(dict.fromkeys(expected)), f"rank {rank}"
 
 
-def test_a_batch_has_all_that_begin_sets() -> None:
-    """Whatever is added to it must be of one batch, where two are under way."""
+def test_a_step_sets_nothing_but_the_state_of_its_batch() -> None:
+    """Whatever is added must belong to one StepState, as two batches are in flight."""
 
     def work(trainer: Trainer) -> None:
-        adapter, before = trainer.adapter, dict(vars(trainer.adapter))
+        runner = trainer.runner
+        shared = (trainer.adapter, runner, runner.programs, runner.loss)
+        before = [dict(vars(thing)) for thing in shared]
         trainer.step(*DATA[0])
-        new = {name for name, value in vars(adapter).items() if before.get(name) is not value}
-        assert new - {"optimizer"} == set(OF_A_BATCH)
+        for thing, was in zip(shared, before, strict=True):
+            assert all(was[name] is value for name, value in vars(thing).items())
+        assert trainer.endless is not None
+        first = trainer.endless.batches.newest()
+        trainer.step(*DATA[0])
+        assert trainer.endless.batches.states == [first, trainer.endless.batches.newest()]
 
     on_ranks(Plan(schedule="2bw", micro_batches=3), work)
 

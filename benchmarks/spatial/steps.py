@@ -82,7 +82,7 @@ def ours(work: str, plan: str, peak: bool = False) -> tuple[float, float]:
 def traffic(work: str, plan: str) -> tuple[int, int]:
     """Messages and bytes that this rank sends inside the stage in one step."""
     trainer = _trainer(work, plan)
-    cut = next(iter(trainer.adapter.cuts.values()))
+    cut = next(iter(trainer.runner.programs.recordings.values()))
     counters = [bound.group.traffic for bound in cut.bound.values()]
     for counter in counters:
         counter.messages = counter.bytes = 0

@@ -22,7 +22,7 @@ from gems.model.costs import Costs
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Memory, Timeline, merged
-from gems.schedule.action import Schedule
+from gems.schedule.action import Kind, Schedule
 from gems.schedule.lower.passes import forward_only
 from gems.torch import fingerprint, settings
 from gems.torch.agree import together
@@ -41,8 +41,9 @@ from gems.torch.launch import device_for
 from gems.torch.lifetime import closable, connected
 from gems.torch.offload.malloc import mmap_large, trim
 from gems.torch.offload.stores import Store, make_store
-from gems.torch.runtime.adapter import PRECISIONS, Loss, TorchAdapter
+from gems.torch.runtime.adapter import OneBatch, TorchAdapter
 from gems.torch.runtime.async_pipeline import Run
+from gems.torch.runtime.begin_step import begin_step, changed_buffers
 from gems.torch.runtime.loss_parameters import (
     Leaves,
     parameters_of,
@@ -51,10 +52,14 @@ from gems.torch.runtime.loss_parameters import (
     with_loss,
 )
 from gems.torch.runtime.microbatch import Batch, describe, split, tensors
+from gems.torch.runtime.microbatch_loss import Loss, MicrobatchLoss
 from gems.torch.runtime.outputs import collect
 from gems.torch.runtime.regularizer import Penalty, Regularizer
 from gems.torch.runtime.rng import key
 from gems.torch.runtime.sampleless_buffers import free_buffers
+from gems.torch.runtime.stage_programs import PRECISIONS, StagePrograms
+from gems.torch.runtime.stage_runner import StageRunner
+from gems.torch.runtime.step_state import StepState
 from gems.torch.setup import Surroundings, set_up
 from gems.torch.spatial.group import CHANNEL
 from gems.torch.state.deferred_init import DeferredInit, Initialize, place_weights
@@ -63,6 +68,7 @@ from gems.torch.state.grad_bucket import restored
 from gems.torch.state.loss_scale import LossScale
 from gems.torch.state.optimizer_step import TIED, StageOptimizer
 from gems.torch.state.ownership import extra_state_owners, ownership, reject_unordered, unordered
+from gems.torch.state.rank_weights import RankWeights, size
 from gems.torch.state.replicate import replicate
 from gems.torch.state.rollback import Rollback
 from gems.torch.state.sharded_optimizer import shard_optimizer
@@ -243,7 +249,7 @@ class Trainer:
         self.endless = Run(self) if plan.asynchronous else None
         if self.on_disk:
             trim()
-        self.adapter.remember(sample, traced)
+        self.runner.programs.remember(sample, traced)
         self._reject_nothing_shared()
 
     def _agree_on_start(self, model: int, sample: Any) -> None:
@@ -266,8 +272,8 @@ class Trainer:
             raise difference(claims, self.rank)
 
     def _reject_nothing_shared(self) -> None:
-        (cut,) = self.adapter.cuts.values()
-        if self.plan.activations[0].partitioned and not cut.shared():
+        (partitioned,) = self.runner.programs.recordings.values()
+        if self.plan.activations[0].partitioned and not partitioned.shared():
             raise PlanError(
                 "partition_activations shards the inputs that a spatial group saves whole, but all "
                 "that its stages save to recompute from is in tiles already, like the image; "
@@ -329,33 +335,56 @@ class Trainer:
             *self.loss_weights.values(),
         ):  # what an earlier backward left is no part of a step
             p.grad = None
-        self.adapter = TorchAdapter(
-            self.model,
-            plan,
-            self.schedule.ranks[self.rank],
-            self.owned,
-            self.unordered,
-            rank=self.rank,
-            loss=self.loss,
-            device=self.device,
-            precision=self.precision,
-            seed=self.seed,
-            machine=self.machine,
-            transport=transport,
-            leaves=self.leaves,
-            activations=self._store(plan.activations[0].offload),
-            deferred=deferred,
-            weight_store=self._store(plan.residency[0].weights_offload),
-            loss_weights=self.loss_weights,
-            leaves_of_loss=self.leaves_of_loss,
-        )
-        if self.regularizer is not None:
-            self.adapter.penalty = Penalty(self.regularizer, self.owned, self.adapter.weights)
-        self.adapter.wants_norm = self.clip is not None or self.precision == "fp16"
+        self.runner = self._make_runner(deferred)
+        self.weights = self.runner.weights
+        self.batches = OneBatch()
+        self.adapter = TorchAdapter(self.runner, self.batches)
         if not plan.asynchronous:
             early = self._update_early
             self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
+
+    def _make_runner(self, deferred: DeferredInit) -> StageRunner:
+        plan, actions = self.plan, self.schedule.ranks[self.rank]
+        split = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes}
+        activation_store = self._store("activations")
+        weights = RankWeights(
+            self.model,
+            plan,
+            self.owned,
+            self.transport,
+            loss_weights=self.loss_weights,
+            deferred=deferred,
+            host=self._store("weights"),
+        )
+        weights.needs_norm = self.clip is not None or self.precision == "fp16"
+        programs = StagePrograms(
+            self.model,
+            plan,
+            self.owned,
+            self.unordered,
+            device=self.device,
+            precision=self.precision,
+            seed=self.seed,
+            machine=self.machine,
+            transport=self.transport,
+            storages=weights.storages,
+            deferred={stage for stage, _ in split},
+            leaves=self.leaves,
+        )
+        self.leaves_of_loss.allow(weights.by_name, self.owned, plan.depth - 1, self.rank, self.loss)
+        penalty = self.regularizer and Penalty(self.regularizer, self.owned, weights.by_name)
+        loss = MicrobatchLoss(
+            self.loss, plan, programs.draws, self.device, self.leaves_of_loss, penalty
+        )
+        return StageRunner(
+            programs,
+            weights,
+            loss,
+            deferred=split,
+            offloaded={(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE},
+            activation_store=activation_store,
+        )
 
     def _held_by(self) -> dict[str, tuple[int, ...]]:
         """The holders of what this rank has."""
@@ -374,8 +403,8 @@ class Trainer:
         The optimizer's state is counted as it is now; it has none before the first step.
         """
         self._meet("forecast")
-        state = self.adapter.size(self.adapter.state())
-        trained = self.adapter.size(list(self._stepped().values()))
+        state = size(self.weights.optimizer_state())
+        trained = size(list(self._stepped().values()))
         states = self.transport.all_gather_object(state / trained if trained else 0.0)
         return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
 
@@ -386,7 +415,7 @@ class Trainer:
         if scheduler is not None and optimizer is None:
             raise PlanError("a scheduler needs an optimizer; give the trainer one")
         self.optimizer = self._make_optimizer(optimizer)
-        self.adapter.optimizer = self.optimizer
+        self.weights.optimizer = self.optimizer
         self.stage_optimizer = self._make_updates()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         if self.optimizer is None:
@@ -433,10 +462,10 @@ class Trainer:
             return None
         mine = self.parameters() or [nn.Parameter(torch.zeros(0, device=self.device))]
         optimizer = make(mine)
-        shards = {n for shard in self.adapter.shards.values() for n in shard.parameters}
+        shards = {n for shard in self.weights.shards.values() for n in shard.parameters}
         alone = {n for n, ranks in self.owned.replica_groups.items() if ranks == (self.rank,)}
         reject_rows(optimizer, [n for n in embeddings(self.model) if n in shards or n not in alone])
-        shard_optimizer(optimizer, self.adapter.shards.values())
+        shard_optimizer(optimizer, self.weights.shards.values())
         return optimizer
 
     def _make_updates(self) -> StageOptimizer | None:
@@ -444,17 +473,17 @@ class Trainer:
         late = not self.plan.residency[0].offloads and self.plan.optimizer_step == "end"
         if self.optimizer is None or late:
             return None
-        place = self.adapter.weight_store
+        place = self.weights.host
         if place is None:
             place = self._store(self.plan.residency[0].optimizer_offload)
-            self.adapter.stores += [] if place is None else [place]
+            self.weights.stores += [] if place is None else [place]
         elif self.plan.residency[0].steps_on_host:
             place = None  # the state comes to be there by itself
         stepped, stages = self._stepped(), self.plan.stages_on[self.rank]
         parts = {s: [stepped[n] for n in self.owned.only(s) if n in stepped] for s in stages}
         alone = {id(p) for mine in parts.values() for p in mine}
         parts[TIED] = [p for p in stepped.values() if id(p) not in alone]
-        return StageOptimizer(self.optimizer, parts, self.adapter.shards, place)
+        return StageOptimizer(self.optimizer, parts, self.weights.shards, place)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank has: of its stages and, on ranks of the last stage, of a
@@ -468,13 +497,13 @@ class Trainer:
         return [p for _, p in self._named_parameters()]
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        held = self.adapter.held
+        held = self.weights.held
         mine = [*self.model.named_parameters(), *self.loss_weights.items()]
         return [(n, p) for n, p in mine if n in held]
 
     def _stepped(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer steps: parameters, or the pieces of them that it owns."""
-        shards = self.adapter.shards.values()
+        shards = self.weights.shards.values()
         shared = {name for shard in shards for name in shard.parameters}
         alone = {n: p for n, p in self._named_parameters() if n not in shared}
         return alone | {n: x.param for shard in shards for n, x in shard.param_shards.items()}
@@ -489,16 +518,16 @@ class Trainer:
         if self.endless is not None:
             return self.endless.step(inputs, targets)
         start = perf_counter()
-        before = Rollback.at(self, self.adapter.parameters_here)
+        before = Rollback.at(self, self.weights.parameters_here)
         try:
             batch = self._begin_step(inputs, targets, before)
         except BaseException:
             before.undo(self)
             raise
-        update = self.adapter.update
+        update = self.state.update
         try:
             self._local = self.engine.step(self.steps)
-            self.adapter.finish_running_stats()
+            self.state.finish_running_stats(self.weights)
             self.window += batch.samples
             self.steps += 1
             loss, norm, interrupted = self._agree_on_loss(update)
@@ -540,8 +569,8 @@ class Trainer:
             # Losses are weighed so that gradients are averaged over all samples of the window; the
             # first call does not know their number, so the last one mends it.
             scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
-            self.adapter.begin(batch, self.steps, training=True, scale=scale, update=update)
-            before.save_buffers(self.adapter.touched())
+            self._begin_batch(batch, training=True, scale=scale, update=update)
+            before.save_buffers(changed_buffers(self.state, self.weights))
 
         batch = self._begin("step", inputs, targets, begin)
         self.factor = self.first / (self.window + batch.samples)  # for eager updates
@@ -553,8 +582,8 @@ class Trainer:
         """A step failed half-way. One rank alone, with all of its state in place, can go on from
         before the step; others cannot know how far their peers came."""
         before.undo(self)
-        whole = self.stage_optimizer is None and not self.adapter.shards
-        if self.transport.world > 1 or not whole or self.adapter.activation_store is not None:
+        whole = self.stage_optimizer is None and not self.weights.shards
+        if self.transport.world > 1 or not whole or self.runner.activation_store is not None:
             self.failed = error
 
     def flush(self) -> Step | None:
@@ -565,6 +594,14 @@ class Trainer:
         nothing is under way, as always with other schedules.
         """
         return self.endless.flush() if self.endless is not None else None
+
+    @property
+    def state(self) -> StepState:
+        """Of the last batch that began."""
+        return self.batches.state
+
+    def _begin_batch(self, batch: Batch, **options: Any) -> None:
+        self.batches.state = begin_step(self.runner, batch, self.steps, **options)
 
     def _begin(self, call: str, inputs: Any, targets: Any, begin: Callable[[Batch], None]) -> Batch:
         """Split a batch and get ready for it. All ranks must be about to do the same; otherwise
@@ -577,7 +614,7 @@ class Trainer:
                 raise ShapeError(
                     f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
                 ) from error
-            claim = self.claim(call, batch, (inputs, targets), self.adapter.structure.last)
+            claim = self.claim(call, batch, (inputs, targets), self.runner.programs.structure.last)
         except Exception as error:
             agree_on_failure(self.transport, call, error)
             raise
@@ -594,7 +631,7 @@ class Trainer:
         return Claim(
             call,
             progress=self._progress(),
-            model=key(mode, self.adapter.cuts.digest),
+            model=key(mode, self.runner.programs.recordings.digest),
             settings=self._settings(),
             batch=key(batch.sizes, first, fingerprint.of_batch(given, thorough=thorough)),
             given=f"step {self.steps}, {first} first of {batch.samples} samples",
@@ -616,7 +653,8 @@ class Trainer:
         wants_norm = update and (self.clip is not None or self.scale is not None)
         mine = self._square_norm() if wants_norm else 0.0
         told = self.interrupt is not None and self.interrupt.wanted
-        parts = torch.tensor([self.adapter.weighted_loss(), mine, told], dtype=torch.float64)
+        loss = self.runner.loss.of_step(self.state)
+        parts = torch.tensor([loss, mine, told], dtype=torch.float64)
         self.transport.all_reduce(parts, tuple(range(self.transport.world))).wait()
         loss, square, tellings = parts.tolist()
         return loss, math.sqrt(square) if square >= 0 else math.nan, tellings > 0
@@ -628,7 +666,7 @@ class Trainer:
         parameters = dict(self._named_parameters())
         for name in tied:
             p = parameters.get(name)
-            if p is None or not self.adapter.trains(p):
+            if p is None or not self.weights.trains(p):
                 continue
             gradient = torch.zeros_like(p) if p.grad is None else dense(p.grad)
             flat = torch.cat((gradient.reshape(-1), gradient.new_tensor([p.grad is not None])))
@@ -638,7 +676,7 @@ class Trainer:
     def _square_norm(self) -> float:
         """Of the gradients that this rank is the first to have, so that each counts once."""
         total = 0.0
-        shards = self.adapter.shards.values()
+        shards = self.weights.shards.values()
         pieces = {n for shard in shards if shard.level for n in shard.param_shards}
         counted = pieces | {
             n for n, ranks in self.owned.replica_groups.items() if ranks[0] == self.rank
@@ -662,7 +700,7 @@ class Trainer:
             factor *= self.clip / (norm + 1e-6)
         if self.stage_optimizer is not None:
             for stage in self.stage_optimizer.unstepped():
-                here = self.adapter.resident_memory()
+                here = self.weights.resident_memory()
                 self._count_update(here, self.stage_optimizer.step(stage, factor))
         else:
             if factor != 1.0:
@@ -677,9 +715,9 @@ class Trainer:
     def _update_early(self, stage: int) -> tuple[int, Work]:
         """A stage's gradients are complete, and its update need not wait for the others'."""
         assert self.stage_optimizer is not None
-        if not self.adapter.update:  # more calls will add to these gradients
+        if not self.state.update:  # more calls will add to these gradients
             return 0, Done()
-        losses = [(i, float(loss)) for i, loss in self.adapter.losses]
+        losses = [(i, float(loss)) for i, loss in self.state.losses]
         for i, loss in losses:
             if not math.isfinite(loss):
                 raise LossError(
@@ -698,12 +736,12 @@ class Trainer:
     def _forget_gradients(self) -> None:
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
-        for shard in self.adapter.shards.values():
+        for shard in self.weights.shards.values():
             shard.clear_grads()
 
     def _gather_updated(self) -> None:
         """Each holder has stepped its part of the weights; where all keep them, all get them."""
-        shards = [shard for shard in self.adapter.shards.values() if 0 < shard.level < 3]
+        shards = [shard for shard in self.weights.shards.values() if 0 < shard.level < 3]
         resident = [shard for shard in shards if shard.is_unsharded]
         pairs = [(memory, shard.ranks) for shard in resident for memory in shard.flat_weights]
         for handle in [self.transport.all_gather(*pair) for pair in pairs]:
@@ -717,7 +755,7 @@ class Trainer:
             shard.reshard()
 
     def _release_kept(self) -> None:
-        for shard in self.adapter.shards.values():
+        for shard in self.weights.shards.values():
             shard.release_leaked_views()
 
     def _step_scheduler(self, loss: float) -> None:
@@ -736,14 +774,14 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad():
-                batch = self._begin(
+                self._begin(
                     "predict",
                     inputs,
                     None,
-                    lambda batch: self.adapter.begin(batch, self.steps, training=False),
+                    lambda batch: self._begin_batch(batch, training=False),
                 )
                 self._local = self._read()
-                return collect(self.adapter, self.plan, self.transport, batch)
+                return collect(self.state, self.plan, self.transport)
         finally:
             self._release_kept()
             for module, training in modes:  # one by one: some may be frozen
@@ -766,14 +804,14 @@ class Trainer:
         self.reject_unusable()
         self.flush()
         self._meet("state_dict")
-        with self.adapter.unsharded_weights():
+        with self.weights.unsharded():
             return full_state_dict(
                 self.model,
                 self.owned,
                 self.first_name,
                 self.extra_state_owners,
                 self.transport,
-                self.adapter.copy,
+                self.weights.copy,
             )
 
     def loss_state_dict(self) -> dict[str, torch.Tensor]:
@@ -782,8 +820,8 @@ class Trainer:
         self.reject_unusable()
         self.flush()
         self._meet("loss_state_dict")
-        with self.adapter.unsharded_weights():
-            weights, copy = self.loss_weights, self.adapter.copy
+        with self.weights.unsharded():
+            weights, copy = self.loss_weights, self.weights.copy
             return whole_loss_state(weights, self.owned, self.transport, copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -793,8 +831,8 @@ class Trainer:
         self.flush()
         same = fingerprint.of_batch(dict(state), thorough=False)
         self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
-        with self.adapter.unsharded_weights(fetched=False):
-            held, put = self.owned.on(self.rank), self.adapter.put
+        with self.weights.unsharded(fetched=False):
+            held, put = self.owned.on(self.rank), self.weights.put
             load_full_state_dict(self.model, state, held, self.first_name, put)
         if self.endless is not None:
             self.endless.resume({})
@@ -816,7 +854,7 @@ class Trainer:
         self.reject_unusable()
         self.flush()
         self._meet("save")
-        with self.adapter.unsharded_weights():
+        with self.weights.unsharded():
             return checkpoint.save(self, path, extra, keep)
 
     def load(self, path: str | Path, *, strict: bool = True) -> Any:
@@ -833,7 +871,7 @@ class Trainer:
         self.reject_unusable()
         self.flush()
         self._meet("load")
-        with self.adapter.unsharded_weights():
+        with self.weights.unsharded():
             return checkpoint.load(self, path, strict)
 
     def export(self, path: str | Path) -> Path:

@@ -55,7 +55,7 @@ def load_plan(
 
 def _offloaded(trainer: TrainingState) -> dict[int, set[str]]:
     """For each stage with a host copy or offloaded optimizer state, the names of its weights."""
-    shards, steps = trainer.adapter.shards, trainer.stage_optimizer
+    shards, steps = trainer.weights.shards, trainer.stage_optimizer
     found = {s: set(shard.parameters) for s, shard in shards.items() if shard.has_host_copy}
     if steps is not None and steps.offloaded is not None:
         stepped = {id(p): name for name, p in trainer._stepped().items()}
@@ -135,11 +135,11 @@ def restore_stage(
 ) -> None:
     """Load what is offloaded of one stage, after all the rest."""
     parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
-    shard = trainer.adapter.shards.get(stage)
+    shard = trainer.weights.shards.get(stage)
     for key, name in plan.weights.items():
         if key not in tensors:
             continue
-        trainer.adapter.put(name, tensors[key])
+        trainer.weights.put(name, tensors[key])
         saved = plain["state"].get(name) if plan.training and name in stepped else None
         if saved is not None:
             assert trainer.optimizer is not None
@@ -169,7 +169,7 @@ def _restore_training(
         trainer.scale.value, trainer.scale.good = plain["scale"]["value"], plain["scale"]["good"]
     if trainer.seed != plain["seed"]:
         log.info("random numbers go on with the checkpoint's seed %s", plain["seed"])
-        trainer.seed = trainer.adapter.draws.seed = plain["seed"]
+        trainer.seed = trainer.runner.draws.seed = plain["seed"]
     restore_rng(decode(own_random(trainer, plain), tensors), trainer.device)
 
 
@@ -185,7 +185,7 @@ def _restore_optimizer(
         for key, name in plan.weights.items()
         if name in stepped and name in here and tensors[key].dtype == parameters[name].dtype
     }
-    for shard in trainer.adapter.shards.values():
+    for shard in trainer.weights.shards.values():
         for name in set(state).intersection(shard.parameters):
             whole, piece = state.pop(name), shard.param_shards.get(name)
             if piece is not None:

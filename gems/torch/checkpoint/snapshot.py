@@ -50,7 +50,7 @@ class Snapshot:
 
     def present(self, trainer: TrainingState) -> dict[str, Callable[[], Tensor]]:
         """How to get those of the tensors that are offloaded."""
-        found = {key: partial(trainer.adapter.copy, name) for key, name in self.offloaded.items()}
+        found = {key: partial(trainer.weights.copy, name) for key, name in self.offloaded.items()}
         if (states := _offloaded_state(trainer)) is not None:
             for key, tensor in self.tensors.items():
                 if states.has(tensor):
@@ -86,7 +86,7 @@ def _offloaded_state(trainer: TrainingState) -> OffloadedState | None:
 
 
 def _sharded(trainer: TrainingState) -> list[StageShard]:
-    return [shard for shard in trainer.adapter.shards.values() if shard.level]
+    return [shard for shard in trainer.weights.shards.values() if shard.level]
 
 
 def _full_state(trainer: TrainingState) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _take_weights(trainer: TrainingState, taken: Snapshot, mine: set[str]) -> No
         first[name] = key
         if name in mine:
             taken.tensors[key] = weights[name]
-            if name in trainer.adapter.host_copies:
+            if name in trainer.weights.offloaded:
                 taken.offloaded[key] = name
 
 
@@ -193,7 +193,7 @@ def _older(trainer: TrainingState) -> dict[str, Tensor]:
     """The version before the newest, of the weights that this rank has."""
     if trainer.endless is None:
         return {}
-    older = trainer.endless.turns.versions.older()
+    older = trainer.endless.batches.versions.older()
     return {name: older[p] for name, p in trainer._named_parameters() if p in older}
 
 

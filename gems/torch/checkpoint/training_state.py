@@ -21,7 +21,8 @@ class TrainingState(Protocol):
     model: nn.Module
     plan: Plan
     owned: Ownership
-    adapter: Any
+    runner: Any
+    weights: Any
     transport: Transport
     rank: int
     device: torch.device

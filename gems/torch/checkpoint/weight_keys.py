@@ -37,7 +37,7 @@ def loadable(trainer: TrainingState, tensors: Mapping[str, TensorEntry]) -> dict
     by_name = {
         name: key
         for key, name in keys.items()
-        if name in trainer.adapter.held
+        if name in trainer.weights.held
         and key in tensors
         and tensors[key].shape == tuple(weights[name].shape)
     }

@@ -27,9 +27,11 @@ from gems.engine.windows import AsynchronousPipeline
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, problems
 from gems.predict.timeline import Timeline
 from gems.torch.consensus import Claim, agree, listed
+from gems.torch.runtime.adapter import TorchAdapter
+from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import describe, split
 from gems.torch.runtime.rng import key
-from gems.torch.runtime.two_batches import Turns
+from gems.torch.runtime.two_batches import TwoBatches
 from gems.transport.protocol import Done, Work
 
 if TYPE_CHECKING:
@@ -62,9 +64,10 @@ class Run:
         self.trainer, self.transport = trainer, trainer.transport
         if trainer.trains:
             self.reject()
-        self.turns = Turns(trainer.adapter, trainer.plan)
+        self.batches = TwoBatches(trainer.weights, trainer.plan)
+        adapter = TorchAdapter(trainer.runner, self.batches)
         self.engine = AsynchronousPipeline(
-            trainer.plan, trainer.schedule, self.turns, trainer.transport, self._update
+            trainer.plan, trainer.schedule, adapter, trainer.transport, self._update
         )
         self.said: deque[Said] = deque()  # of batches whose update is still to come
         self.loss, self.told = math.nan, False  # of the last one that was updated
@@ -130,10 +133,11 @@ class Run:
         first = not self.engine.going
         if not first:
             self._announce("step")
-        mode = trainer.adapter.modes()
+        mode = trainer.runner.programs.modes()
         self._same(trainer.claim("step", batch, (inputs, targets), mode), first)
         try:
-            self.turns.begin(batch, trainer.steps)
+            self.batches.cover()
+            self.batches.add(begin_step(trainer.runner, batch, trainer.steps, training=True))
         except TraceError as error:
             raise ShapeError(
                 f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
@@ -163,7 +167,7 @@ class Run:
         for handle, _ in (word for words in self.words for word in words):
             handle.wait()
         self.words.clear()
-        self.turns.restart()
+        self.batches.restart()
         if self.wrong:
             wrong, self.wrong = self.wrong, None
             raise self._bad_loss(wrong)
@@ -171,8 +175,8 @@ class Run:
 
     def _bad_loss(self, what: str) -> LossError:
         """Weights are as before the batch; running statistics saw it, and the one behind it."""
-        cuts = self.turns.plain.cuts.values()
-        if not any(cut.touches(s) for cut in cuts for s in range(self.trainer.plan.depth)):
+        partitions = self.trainer.runner.programs.recordings.values()
+        if not any(p.touches(s) for p in partitions for s in range(self.trainer.plan.depth)):
             return LossError(what)
         error = LossError(
             f"{what}. Running statistics have seen both batches, so that this trainer is unusable: "
@@ -207,18 +211,18 @@ class Run:
     def resume(self, older: Mapping[nn.Parameter, Tensor]) -> None:
         """Go on from weights that were put in place, and the version before them if it is known."""
         if older:
-            self.turns.cover()
-        self.turns.versions.resume(older)
-        self.turns.restart()
+            self.batches.cover()
+        self.batches.versions.resume(older)
+        self.batches.restart()
 
     def _carry_out(self, window: Callable[[int, int], Timeline]) -> Timeline:
         try:
-            return window(self.turns.begun - 1, self.trainer.steps)
+            return window(self.batches.begun - 1, self.trainer.steps)
         except BaseException as error:
             self.trainer.failed = error
             raise
         finally:
-            self.turns.rest()
+            self.batches.show_newest()
 
     # --- what ranks tell each other -----------------------------------------------------------
 
@@ -291,10 +295,9 @@ class Run:
 
     def _tell(self) -> None:
         """This rank's part of what is to be known of a batch, once its forwards are done."""
-        trainer, plain = self.trainer, self.turns.plain
-        self.turns.turn_to((self.turns.begun - 1) % 2)
+        trainer = self.trainer
         told = trainer.interrupt is not None and trainer.interrupt.wanted
-        parts = [plain.weighted_loss(), told, *_hash(self.what)]
+        parts = [trainer.runner.loss.of_step(self.batches.newest()), told, *_hash(self.what)]
         sums = torch.tensor(parts, dtype=torch.float64)
         everyone = tuple(range(self.transport.world))
         handle = self.transport.all_reduce(sums, everyone)
@@ -307,7 +310,6 @@ class Run:
         """Of the batch whose gradients were summed, if its loss is a number."""
         said, trainer = self.said.popleft(), self.trainer
         assert trainer.optimizer is not None
-        self.turns.turn_to(self.turns.summed % 2)
         while len(self.calls) > 1:
             self._same_calls()
         said.handle.wait()
@@ -321,8 +323,8 @@ class Run:
             )
         if not self.wrong:
             self.loss, self.told = loss, tellings > 0
-            self.turns.versions.step(trainer.optimizer)
+            self.batches.versions.step(trainer.optimizer)
             trainer._step_scheduler(loss)
         trainer._forget_gradients()
-        self.turns.summed += 1
+        self.batches.reduced += 1
         return 0, Done()  # nothing of it is put away

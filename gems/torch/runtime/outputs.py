@@ -1,4 +1,4 @@
-"""The outputs of a prediction: from the ranks that have them, in boxes, to every rank's host."""
+"""Collect the outputs of a prediction, from the ranks that hold their boxes, on every host."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from torch.utils import _pytree as pytree
 from gems.errors import ShapeError
 from gems.geometry.box import Box
 from gems.plans.plan import Plan
-from gems.torch.runtime.adapter import TorchAdapter
-from gems.torch.runtime.microbatch import Batch, tensors
-from gems.torch.runtime.partitioned_model import Cut
+from gems.torch.runtime.microbatch import tensors
+from gems.torch.runtime.partitioned_model import PartitionedModel
+from gems.torch.runtime.step_state import StepState
 from gems.torch.tracing.calls import Ref, leaves_of
 from gems.transport.protocol import Transport
 
 
-def collect(adapter: TorchAdapter, plan: Plan, transport: Transport, batch: Batch) -> Any:
-    """Outputs of all micro-batches, from the ranks that have them, joined in order."""
+def collect(state: StepState, plan: Plan, transport: Transport) -> Any:
+    """The outputs of all micro-batches, joined in order, in host memory of every rank."""
     parts: list[list[torch.Tensor]] = []
-    cut = None
-    for i, size in enumerate(batch.sizes):
-        if not size:
-            continue
-        cut = adapter.of[i]
-        own = tensors(adapter.outputs.pop(i)) if i in adapter.outputs else None
-        parts.append(_shared(cut, own, plan, i, transport))
-    assert cut is not None
-    sizes = [size for size in batch.sizes if size]
+    for i, partitioned in state.partitions.items():
+        own = tensors(state.outputs.pop(i)) if i in state.outputs else None
+        parts.append(_shared(partitioned, own, plan, i, transport))
+    sizes = [size for size in state.batch.sizes if size]
     joined = iter([_joined(pieces, sizes) for pieces in zip(*parts, strict=True)])
     return pytree.tree_map(
         lambda x: next(joined) if isinstance(x, (Ref, torch.Tensor)) else x,
-        cut.trace.record.output,
+        next(reversed(state.partitions.values())).trace.record.output,
         is_leaf=lambda x: isinstance(x, Ref),
     )
 
 
 def _shared(
-    cut: Cut, own: list[torch.Tensor] | None, plan: Plan, i: int, transport: Transport
+    partitioned: PartitionedModel,
+    own: list[torch.Tensor] | None,
+    plan: Plan,
+    i: int,
+    transport: Transport,
 ) -> list[torch.Tensor]:
     """The outputs of one micro-batch, on every rank: each box from the rank that has it."""
     found = []
     last = plan.depth - 1
-    team = plan.spatial_group_for(last, i)
-    for at, ref in enumerate(leaves_of(cut.trace.record.output)):
-        value = cut.trace.graph.value[ref.name]
+    group = plan.spatial_group_for(last, i)
+    for at, ref in enumerate(leaves_of(partitioned.trace.record.output)):
+        value = partitioned.trace.graph.value[ref.name]
         dtype = getattr(torch, value.dtype)
         tensor = torch.empty(value.shape, dtype=dtype)
-        boxes = cut.boxes(last, ref.name, team, own=True)
-        held = cut.boxes(last, ref.name, team, own=False)
+        boxes = partitioned.boxes(last, ref.name, group, own=True)
+        held = partitioned.boxes(last, ref.name, group, own=False)
         for rank in _givers(boxes):
             box = boxes[rank]
             part = torch.empty(box.shape, dtype=dtype)

@@ -46,7 +46,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Cut:
+class PartitionedModel:
     """The model cut into the plan's stages, and what is known about each of them."""
 
     trace: Trace
@@ -323,7 +323,7 @@ def partition_model(
     draws: Draws,
     machine: Machine,
     shown: str,
-) -> Cut:
+) -> PartitionedModel:
     """The recorded model, cut as the plan says. `shown` names the inputs in errors."""
     assert not isinstance(plan.stages, int)
     stage_of = stages_by_name(traced.graph, plan.stages, known=False)
@@ -334,4 +334,4 @@ def partition_model(
             f"{sorted(extra)}, which the plan's sample did not; give a sample of that shape"
         )
     blocks = [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(plan.depth)]
-    return Cut(traced, plan, model, draws, machine, crossing, blocks)
+    return PartitionedModel(traced, plan, model, draws, machine, crossing, blocks)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
-from torch import nn
 
 from gems.errors import PlanError, problems
-from gems.torch.runtime.partitioned_model import Cut
+from gems.torch.runtime.partitioned_model import PartitionedModel
 from gems.torch.state.ownership import Ownership
 
 
 def reject_misplaced(
-    cut: Cut, owned: Ownership, sharded: Collection[int], unordered: Collection[int]
+    model: PartitionedModel, owned: Ownership, sharded: Collection[int], unordered: Collection[int]
 ) -> None:
     """Weights must be where they are used, and forward must not change what others keep."""
     found = [
-        *_elsewhere(cut, owned, bool(sharded)),
-        *_changed_parameters(cut, sharded),
-        *_python_state(cut, unordered),
+        *_elsewhere(model, owned, bool(sharded)),
+        *_changed_parameters(model, sharded),
+        *_python_state(model, unordered),
     ]
     if found:
         raise PlanError(
@@ -31,12 +29,12 @@ def reject_misplaced(
         )
 
 
-def _elsewhere(cut: Cut, owned: Ownership, sharded: bool) -> Iterator[str]:
-    trainable = {n for n, p in cut.model.named_parameters() if p.requires_grad}
+def _elsewhere(model: PartitionedModel, owned: Ownership, sharded: bool) -> Iterator[str]:
+    trainable = {n for n, p in model.model.named_parameters() if p.requires_grad}
     strict = torch.is_grad_enabled() or sharded
-    for stage in range(cut.plan.depth):
-        ranks = set(cut.plan.replica_groups[stage])
-        for call in cut.calls(stage):
+    for stage in range(model.plan.depth):
+        ranks = set(model.plan.replica_groups[stage])
+        for call in model.calls(stage):
             for name in call.attrs:
                 known = stage in owned.stages[name] or not (strict and name in trainable)
                 if not known or not ranks <= set(owned.replica_groups[name]):
@@ -47,14 +45,14 @@ def _elsewhere(cut: Cut, owned: Ownership, sharded: bool) -> Iterator[str]:
                     )
 
 
-def _changed_parameters(cut: Cut, sharded: Collection[int]) -> Iterator[str]:
-    plan = cut.plan
+def _changed_parameters(model: PartitionedModel, sharded: Collection[int]) -> Iterator[str]:
+    plan = model.plan
     for stage in range(plan.depth):
         alone = plan.schedule == "sequential" or plan.total == 1
         fits = alone and stage not in sharded and plan.activations[stage].saves_all
-        for call in cut.calls(stage) if not fits else ():
+        for call in model.calls(stage) if not fits else ():
             for name in call.touches:
-                if name in cut.trace.record.parameters:
+                if name in model.trace.record.parameters:
                     yield (
                         f"{call.name} changes the parameter {name} in forward, and other "
                         "micro-batches are in flight, or the stage is recomputed, sharded or "
@@ -62,11 +60,11 @@ def _changed_parameters(cut: Cut, sharded: Collection[int]) -> Iterator[str]:
                     )
 
 
-def _python_state(cut: Cut, unordered: Collection[int]) -> Iterator[str]:
-    for path, what in cut.trace.record.impure:
-        for stage in range(cut.plan.depth):
-            calls = [call for call in cut.calls(stage) if call.module == path]
-            recomputed = not cut.plan.activations[stage].saves_all
+def _python_state(model: PartitionedModel, unordered: Collection[int]) -> Iterator[str]:
+    for path, what in model.trace.record.impure:
+        for stage in range(model.plan.depth):
+            calls = [call for call in model.calls(stage) if call.module == path]
+            recomputed = not model.plan.activations[stage].saves_all
             again = recomputed or any(c.region is not None for c in calls)
             if calls and (stage in unordered or again):
                 why = "is recomputed" if again else "sees the samples on several ranks"
@@ -75,17 +73,3 @@ def _python_state(cut: Cut, unordered: Collection[int]) -> Iterator[str]:
                     f"stage {stage} {why}; hold it in a buffer, or have one replica of the stage "
                     "without recomputation"
                 )
-
-
-def current(model: nn.Module, name: str) -> torch.Tensor:
-    """A weight as it is now: a buffer may have been assigned."""
-    own, key = holder(model, name)
-    return own[key]
-
-
-def holder(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The dict of a module that has a weight, and its key there."""
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    own: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-    return own, key

@@ -1,0 +1,96 @@
+"""All that belongs to one batch in flight: its samples, saved activations, losses and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gems.torch.offload.activations import PackedTensor, SavedTensors
+from gems.torch.offload.split_inputs import StridedForm
+from gems.torch.runtime.microbatch import Batch
+from gems.torch.runtime.partitioned_model import PartitionedModel
+from gems.torch.runtime.running_stats import Statistics
+from gems.torch.runtime.sampleless_buffers import Advance
+from gems.torch.runtime.split_backward import Entry
+from gems.torch.spatial.tiled_loss import TiledLoss
+from gems.torch.state.grad_bucket import GradBucket
+from gems.torch.state.rank_weights import RankWeights
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class SavedMicrobatch:
+    """What one micro-batch saves on one stage between forward and backward."""
+
+    deferred: list[Entry] | None  # weight gradients left to a later action
+    bundle: SavedTensors | None = None  # what of the saved tensors is offloaded until backward
+    edges: dict[str, Any] = field(default_factory=dict)  # value -> where its gradient enters
+    loss: Tensor | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of received values, by backward
+    wants: tuple[str, ...] = ()  # the received values that need a gradient
+    received: dict[str, Tensor | PackedTensor] = field(default_factory=dict)  # to recompute
+    before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
+    forms: dict[str, StridedForm] = field(default_factory=dict)  # of received parts
+
+
+@dataclass
+class StepState:
+    """One batch in flight on one rank. `scale` multiplies its loss; `update`: its gradients
+    complete an accumulation, so that they are reduced and an optimizer step follows."""
+
+    batch: Batch
+    step: int
+    training: bool
+    scale: float = 1.0
+    update: bool = True
+    partitions: dict[int, PartitionedModel] = field(default_factory=dict)  # by micro-batch
+    position: dict[int, int] = field(default_factory=dict)  # among micro-batches that have samples
+    tiled_losses: dict[int, TiledLoss] = field(default_factory=dict)
+    advances: dict[int, Advance] = field(default_factory=dict)  # by stage
+    statistics: dict[int, Statistics] = field(default_factory=dict)  # by stage
+    buckets: dict[int, GradBucket] = field(default_factory=dict)  # by stage
+    saved: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
+    activation_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    temporary_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)
+    penalty: float = 0.0  # this rank's share of the penalty on weights
+    outputs: dict[int, Any] = field(default_factory=dict)  # of a prediction, by micro-batch
+
+    def place_gradients(self, stage: int, weights: RankWeights) -> None:
+        """Allocate the bucket of a stage's gradients that will be all-reduced, if it has none."""
+        if stage in self.buckets or len(weights.plan.replica_groups[stage]) == 1:
+            return
+        shard = weights.shards.get(stage) if self.update else None
+        self.buckets[stage] = GradBucket(
+            weights.parameters(stage) if self.update else [],
+            self.statistics[stage].sums if stage in self.statistics else [],
+            shard.allocate_grads() if shard else None,
+        )
+
+    def finish_reduction(self, stage: int, weights: RankWeights) -> None:
+        """Gradients and statistics of a stage are summed over its replica group."""
+        if stage in self.buckets:
+            sums = self.buckets.pop(stage).unpack()
+            if stage in self.statistics:
+                self.statistics[stage].finish(sums)
+        if self.update and stage in weights.shards:
+            weights.shards[stage].take_reduced_grads(norm=weights.needs_norm)
+
+    def finish_running_stats(self, weights: RankWeights) -> None:
+        """Finish statistics of stages that this rank holds alone but saw out of order, and
+        buffers that every replica changes by itself."""
+        for stage, advance in self.advances.items():
+            shard = weights.shards.get(stage)
+            if not advance.states and shard is not None and shard.has_host_copy:
+                for handle in shard.unshard():  # its replica ran no sample in this step
+                    handle.wait()
+                advance.prepare()
+                weights.reshard(stage)
+            advance.finish()
+        for stage, statistics in self.statistics.items():
+            if len(weights.plan.replica_groups[stage]) == 1:
+                statistics.finish(statistics.sums)
