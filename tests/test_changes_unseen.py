@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,9 +26,46 @@ class Settings:
     scale = 1.0
     inner = types.SimpleNamespace(scale=1.0)
 
+    class Inner:
+        scale = 1.0
+
 
 class Derived(Settings):
     pass
+
+
+class InModule:
+    scale = 1.0
+
+
+SETTINGS = types.ModuleType("settings_of_a_user")
+SETTINGS.__dict__.update(Kind=InModule, config=types.SimpleNamespace(scale=1.0), scale=1.0)
+sys.modules["settings_of_a_user"] = SETTINGS
+# Classes that forward reaches in one way only.
+MADE: dict[str, Any] = {}
+
+
+def made(kind: str) -> Any:
+    MADE[kind] = MADE.get(kind) or type("Made", (), {"scale": 1.0, "by_text": 1.0})
+    return MADE[kind]
+
+
+def set_made(kind: str, name: str = "scale") -> Callable[[Any, int], None]:
+    return lambda model, step: setattr(made(kind), name, IN_PLACE[step])
+
+
+OTHER = types.ModuleType("other_settings_of_a_user")
+OTHER.__dict__["scale"] = 1.0
+CLASSES = {"a": [made("class in a table")]}
+BY_TEXT = made("name as a text")
+
+
+class Holder:
+    """An object that holds a class and a function, which lead further."""
+
+    def __init__(self) -> None:
+        self.kind = made("class in an object")
+        self.function = around(made("function in an object"))
 
 
 @dataclass(slots=True)
@@ -58,6 +96,9 @@ def innermost(found: Any) -> Any:
 class Block(nn.Module):
     """Multiplies by what it finds somewhere."""
 
+    scale = 1.0
+    module: Any = OTHER  # torch copies no module of Python that is an attribute of a layer
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -71,6 +112,8 @@ class Block(nn.Module):
         self.constant = torch.ones((), dtype=torch.float64)
         self.zero = 0.0
         self.default: Any = with_default
+        self.kind_of_settings, self.holder = made("class of an attribute"), Holder()
+        self.around = around(made("class of a closure"))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.work(x)
@@ -106,6 +149,34 @@ class Block(nn.Module):
             return x + torch.atan2(torch.full_like(x, self.zero), -torch.ones_like(x))
         if self.kind == "default":
             return self.default(x)
+        if self.kind == "class in a module":
+            return x * SETTINGS.Kind.scale
+        if self.kind == "object in a module":
+            return x * SETTINGS.config.scale
+        if self.kind == "class in a class":
+            return x * Settings.Inner.scale
+        if self.kind == "class of an attribute":
+            return x * self.kind_of_settings.scale
+        if self.kind == "class in a table":
+            return x * CLASSES["a"][0].scale
+        if self.kind == "own class":
+            return x * type(self).scale
+        if self.kind == "name as a text":
+            return x * getattr(BY_TEXT, "by_text")  # noqa: B009
+        if self.kind == "module of an attribute":
+            return x * self.module.scale
+        if self.kind == "class of a closure":
+            return self.around(x)
+        if self.kind == "class in an object":
+            return x * self.holder.kind.scale
+        if self.kind == "function in an object":
+            return self.holder.function(x)
+        if self.kind == "import in forward":
+            from settings_of_a_user import Kind  # type: ignore[import-not-found]
+
+            return x * Kind.scale
+        if self.kind == "attribute of a function":
+            return x * scaled.scale  # type: ignore[attr-defined]
         return x.tanh()
 
 
@@ -117,6 +188,10 @@ def closed(config: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: x * config.scale
 
 
+def around(kind: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * kind.scale
+
+
 class Helper:
     """No module; its methods are called by one."""
 
@@ -126,6 +201,9 @@ class Helper:
 
 def scaled(x: Tensor, by: list[float]) -> Tensor:
     return x * by[0]
+
+
+scaled.scale = 1.0  # type: ignore[attr-defined]
 
 
 def with_default(x: Tensor, by: float = 1.0) -> Tensor:
@@ -142,6 +220,10 @@ def set_class(model: Any, step: int) -> None:
 
 def set_class_of_object(model: Any, step: int) -> None:
     ByClass.scale = 1.0 + step
+
+
+def set_in_module(model: Any, step: int) -> None:
+    InModule.scale = 1.0 + step
 
 
 def set_object_of_class(model: Any, step: int) -> None:
@@ -201,6 +283,19 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
     "tensor": lambda m, i: m[1].constant.fill_(IN_PLACE[i]),
     "sign of zero": lambda m, i: setattr(m[1], "zero", (0.0, -0.0, 0.0)[i]),
     "default": lambda m, i: setattr(with_default, "__defaults__", (IN_PLACE[i],)),
+    "class in a module": set_in_module,
+    "import in forward": set_in_module,
+    "object in a module": lambda m, i: setattr(SETTINGS.config, "scale", IN_PLACE[i]),
+    "class in a class": lambda m, i: setattr(Settings.Inner, "scale", IN_PLACE[i]),
+    "class of an attribute": set_made("class of an attribute"),
+    "class in a table": set_made("class in a table"),
+    "class of a closure": set_made("class of a closure"),
+    "class in an object": set_made("class in an object"),
+    "name as a text": set_made("name as a text", "by_text"),
+    "own class": lambda m, i: setattr(Block, "scale", IN_PLACE[i]),
+    "module of an attribute": lambda m, i: setattr(OTHER, "scale", IN_PLACE[i]),
+    "function in an object": set_made("function in an object"),
+    "attribute of a function": lambda m, i: setattr(scaled, "scale", IN_PLACE[i]),
     "method of the class": patch_class,
     "forward of the class": patch_forward_of_class,
     "method of the object": patch_instance("work"),
@@ -216,7 +311,11 @@ def test_a_change_is_noticed(kind: str) -> None:
     try:
         assert_exact(model, ONE, CHANGES[kind])
     finally:
+        for made_kind in MADE.values():
+            made_kind.scale = made_kind.by_text = 1.0
         Settings.scale = ByClass.scale = Settings.inner.scale = CONFIG.scale = 1.0
+        Settings.Inner.scale = InModule.scale = Block.scale = SETTINGS.config.scale = 1.0
+        OTHER.scale = scaled.scale = 1.0  # type: ignore[attr-defined]
         globals().update(GLOBAL=1.0)
         Block.work, Block.forward = WORK, FORWARD  # type: ignore[method-assign]
         with_default.__defaults__ = (1.0,)

@@ -175,8 +175,8 @@ def sign(
     plain = json.loads((path / "manifest.json").read_text())
     for name, data in dict(files).items():
         plain["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    for key, change in dict(tensors).items():
-        plain["tensors"][key] |= change
+    for key, fresh in dict(tensors).items():
+        plain["tensors"][key] |= fresh
     plain |= fields
     change(plain)
     plain["sha256"] = manifests._signature(plain)

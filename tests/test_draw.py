@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.scatter import Point, front, scatter
 from gems.draw.arrows import arrows
 from gems.draw.chrome import chrome
 from gems.draw.compare import aligned, difference
@@ -18,7 +19,6 @@ from gems.draw.mark import marks
 from gems.draw.partition.cells import CELLS, Partition, partitioned
 from gems.draw.partition.svg import svg as partition_svg
 from gems.draw.partition.text import text as partition_text
-from gems.draw.scatter import Point, front, scatter
 from gems.draw.svg import svg
 from gems.draw.table import report, table
 from gems.draw.text import text

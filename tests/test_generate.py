@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gems.plans.plan import SCHEDULES, Plan
+from gems.plans.fields import SCHEDULES
+from gems.plans.plan import Plan
 from tests.exact import assert_equal, batches, plainly, planned
 from tests.generate.cases import Case, draw, shown
 from tests.generate.known import known

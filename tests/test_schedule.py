@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gems.engine.executor import Engine
 from gems.errors import PlanError, ScheduleError
 from gems.model.costs import Cost, Costs, unit
 from gems.plans.plan import Plan
@@ -17,7 +20,7 @@ from gems.schedule import greedy
 from gems.schedule.action import Message, Schedule, parse, parse_action
 from gems.schedule.build import build, lowered
 from gems.schedule.lower.messages import receipts
-from gems.schedule.lower.passes import forward_only
+from gems.schedule.lower.passes import forward_only, lower
 from gems.schedule.machine import ScheduleMachine
 from gems.schedule.validate import check
 
@@ -521,3 +524,44 @@ def test_receipts_hold_in_any_schedule(plan: Plan) -> None:
                 assert rank in plan.spatial_group_for(mine.source, mine.micro_batch)
                 assert (mine, other) not in proven, "each once"
                 proven.add((mine, other))
+
+
+IN_PARTS = "0: 0F0.0 0F0.1 0B0.0 0B0.1\n1: 1F0.0 1B0.0 1F0.1 1B0.1\n"
+
+
+def test_a_schedule_with_parts_parses_validates_and_simulates_as_with_micro_batches() -> None:
+    """A part is a unit of its own, with the rules of a micro-batch."""
+    plan, order = Plan(stages=2), parse(IN_PARTS)
+    assert str(order) == IN_PARTS and check(order, plan) == []
+    ranks = lower(order, plan)
+    assert parse(str(ranks)) == ranks and check(ranks, plan) == []
+    assert "1F0.0<0 1F0.0 1F0.1<0 1B0.0 1B0.0>0 1F0.1" in str(ranks)
+    timeline = simulate(ranks, plan, unit(2))
+    two = Plan(stages=2, micro_batches=2)
+    whole = lower(parse(IN_PARTS.replace("0.", "")), two)
+    assert timeline.seconds == simulate(whole, two, unit(2)).seconds
+    assert timeline.max_in_flight == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (
+            "0: 0F0.0 0F0.1 0B0.0\n",
+            "gradient of stage 0, micro-batch 0, part 1 is computed 0 times",
+        ),
+        ("0: 0F0.1 0B0.1\n", "output of stage 0, micro-batch 0, part 0 is computed 0 times"),
+        ("0: 0F0.0 0F0 0B0.0\n", "micro-batch 0 is run both as a whole and in parts"),
+        ("0: 0F0.0 0B0.1 0F0.1 0B0.0\n", "0B0.1 waits forever for 0F0.1"),
+    ],
+)
+def test_parts_that_are_missing_mixed_or_out_of_order_are_problems(text: str, problem: str) -> None:
+    assert any(problem in found for found in check(parse(text), Plan(stages=1)))
+
+
+def test_the_engine_rejects_parts_which_no_adapter_knows() -> None:
+    order = lower(parse("0: 0F0.0 0B0.0\n"), plan := Plan(stages=1))
+    adapter: Any = None
+    transport: Any = SimpleNamespace(rank=0)
+    with pytest.raises(ScheduleError, match=r"0F0\.0 is of a part, but adapters run whole"):
+        Engine(plan, order, adapter, transport)

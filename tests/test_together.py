@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from gems.errors import PlanError, ScheduleError
+from gems.plans.fields import ASYNCHRONOUS, PLACEMENTS
+from gems.plans.fields import SCHEDULES as ALL
 from gems.plans.offload import WHAT, WHERE
-from gems.plans.plan import ASYNCHRONOUS, PLACEMENTS, Plan
-from gems.plans.plan import SCHEDULES as ALL
+from gems.plans.plan import Plan
 from gems.schedule.action import Kind
 from gems.schedule.build import lowered
 from tests.exact import Outcome, batches, plainly, same_state
@@ -99,7 +100,7 @@ def drawn(number: int) -> tuple[Plan, bool]:
             order = lowered(plan)
         except (PlanError, ScheduleError):
             continue
-        if plan.offloaded_to("activations") and not any(a.kind is Kind.STORE for _, a in order):
+        if plan.activations[0].offload and not any(a.kind is Kind.STORE for _, a in order):
             continue  # nothing waits long enough
         if plan.world <= RANKS and plan.total <= SAMPLES:
             if plan.zero and all(len(holders) == 1 for holders in plan.replica_groups):

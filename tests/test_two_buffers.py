@@ -23,7 +23,8 @@ from gems.model.graph import Graph
 from gems.planner.explain import chosen
 from gems.planner.search import Wish, search
 from gems.planner.two_buffers import step_seconds
-from gems.plans.plan import BATCHES, Plan
+from gems.plans.fields import BATCHES
+from gems.plans.plan import Plan
 from gems.predict.memory import live
 from gems.predict.simulate import simulate, virtual
 from gems.predict.timeline import Event, Timeline

@@ -265,7 +265,7 @@ def test_gloo_processes_come_to_the_plain_model() -> None:
 @pytest.mark.parametrize("zero", (0, 1, 2, 3))
 @pytest.mark.parametrize("copies", (2, 4))
 def test_bytes_follow_the_published_formulas(zero: int, copies: int) -> None:
-    """float32 and Adam, 4 + 4 + 8 bytes per parameter: see gems/predict/state_bytes.py. Each piece
+    """float32 and Adam, 4 + 4 + 8 bytes per parameter: see gems/plans/residency.py. Each piece
     also counts its steps, in 4 bytes more."""
 
     def work(transport: Transport) -> tuple[Memory, Memory, int]:

@@ -42,7 +42,7 @@ def trained(name: str, images: int, side: int, plan: Plan) -> int:
     trainer = Trainer(model, network.loss, sgd, sample, plan, costs="estimate")
     with LiveBytes() as live:
         trainer.step(Images(images, side), target)
-    if not plan.offloaded_to("weights"):
+    if not plan.residency[0].weights_offload:
         return live.peak + resident(model, target)
     # Memory of weights that come and go is none that an operation makes: it is the engine's count,
     # at its most. So is what an update brings back from disk, when all else is gone.

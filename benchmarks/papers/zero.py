@@ -10,8 +10,8 @@ from __future__ import annotations
 from benchmarks.papers.tables import table
 from gems.model.costs import Cost, Costs
 from gems.plans.plan import Plan
+from gems.plans.residency import SHARDABLE, StateResidency
 from gems.predict.simulate import simulate
-from gems.predict.state_bytes import share
 from gems.schedule.build import build
 from gems.schedule.lower.passes import lower
 
@@ -21,8 +21,8 @@ PUBLISHED = {"data parallel": 120.0, "stage 1": 31.4, "stage 2": 16.6, "stage 3"
 
 def held(zero: int = 0, parameters: float = PARAMETERS, ranks: int = RANKS) -> float:
     """Bytes that each rank holds once gradients are summed, beside activations."""
-    mine = share(Cost(weights=2 * parameters, gradients=2 * parameters), zero, ranks)
-    return mine.weights + mine.summed + STATE * mine.optimizer
+    mine = StateResidency(ranks, SHARDABLE[:zero]).bytes(2 * parameters, 2 * parameters)
+    return mine.weights + mine.reduced + STATE * mine.optimizer
 
 
 def peak(zero: int = 0, stages: int = STAGES) -> float:

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.pipeline.ranks import RankError, Ranks
+from benchmarks.scatter import Point, front, scatter
 from benchmarks.where import where
-from gems.draw.scatter import Point, front, scatter
 from gems.files import write
 
 from .points import CHARTS, Chart

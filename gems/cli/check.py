@@ -69,7 +69,7 @@ def _model_problems(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
             "out, and they are filled in"
         )
     for block, stage in zip(graph.blocks, stage_of, strict=True):
-        if plan.streams[stage] and not block.streams:
+        if plan.activations[stage].patches and not block.streams:
             yield (
                 f"stage {stage} streams, but {block.name} needs the whole image; end it before that"
             )

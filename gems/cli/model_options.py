@@ -75,7 +75,7 @@ def classes(given: argparse.Namespace) -> int:
 
 
 def fitted(given: argparse.Namespace, source: Source) -> None:
-    """Let the network take what the data has: its classes, channels and dims, unless told."""
+    """Let the network take what the data has: its classes, channels and dims, unless given."""
     if given.num_classes is None:
         given.num_classes = source.classes
     if given.num_classes < max(1, source.classes):
@@ -88,10 +88,10 @@ def fitted(given: argparse.Namespace, source: Source) -> None:
         return
     from gems import models
 
-    told, known = model_options(given), models.options_of(_name(given))
+    chosen, known = model_options(given), models.options_of(_name(given))
     found = {"in_channels": source.shape[0], "dims": len(source.shape) - 1}
     for name, value in found.items():
-        if name in known and name not in told and (name != "dims" or value != 2):
+        if name in known and name not in chosen and (name != "dims" or value != 2):
             given.model_option = [*given.model_option, f"{name}={value}"]
     wanted = image_shape(given)
     if (len(wanted), wanted[0]) != (len(source.shape), source.shape[0]):

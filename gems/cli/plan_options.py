@@ -9,8 +9,9 @@ from gems.cli.options import changed, choice, count, path, string, switch
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
+from gems.plans.fields import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO
 from gems.plans.offload import offload_of
-from gems.plans.plan import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO, Plan
+from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
 
 PLAN = {

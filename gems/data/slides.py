@@ -35,7 +35,7 @@ class Slides:
     tile, stride    side of a tile and steps between tiles, in pixels as they are read
     mpp, magnification, level
                     at most one: microns per pixel, the power of an objective, or a level of the
-                    file (0, the largest, unless told); the nearest finer level is read and averaged
+                    file (default 0, the largest); the nearest finer level is read and averaged
     labels          a CSV file (`slide,label`, or `slide,x,y,label`, which then also lists
                     the tiles), or "folders": the class is the name of the slide's folder
     masks           to segment: a folder of pictures or TIFFs of class numbers, named like slides

@@ -15,8 +15,8 @@ from gems.data.extras import extra
 from gems.data.rasters.core import Raster
 from gems.data.thumbnail import thumbnail
 from gems.data.tissue import shares, tissue
-from gems.data.whole import write_whole
 from gems.errors import GemsError
+from gems.files import in_one_move
 
 NEAR = 0.01  # scales that differ by less than this share are taken as the same
 MOST = 5e7  # tiles of one slide
@@ -59,18 +59,16 @@ class Tiles:
         """Write them as HDF5: dataset `coords`, and how they are read as its attributes."""
         h5py = extra("h5py")
 
-        def write(made: Path) -> None:
-            with h5py.File(made, "w") as file:
-                coords = file.create_dataset("coords", data=self.coords)
-                coords.attrs.update(
-                    name=self.path.stem,
-                    patch_size=self.side,
-                    patch_level=self.view.level,
-                    patch_size_level0=self.covered,
-                    downsample=self.view.downsample,
-                )
-
-        return write_whole(Path(path), write)
+        with in_one_move(Path(path)) as made, h5py.File(made, "w") as file:
+            coords = file.create_dataset("coords", data=self.coords)
+            coords.attrs.update(
+                name=self.path.stem,
+                patch_size=self.side,
+                patch_level=self.view.level,
+                patch_size_level0=self.covered,
+                downsample=self.view.downsample,
+            )
+        return Path(path)
 
 
 def read_coords(path: str | Path, covered: int) -> npt.NDArray[np.int64]:
@@ -82,15 +80,15 @@ def read_coords(path: str | Path, covered: int) -> npt.NDArray[np.int64]:
             shape, kind = tuple(coords.shape), coords.dtype.kind
             if len(shape) != 2 or shape[1] != 2 or kind not in "iu" or not shape[0] < MOST:
                 raise GemsError(f"{path}: coords are {shape}, not one x and y per tile")
-            found, told = np.asarray(coords), coords.attrs.get("patch_size_level0")
-            told = None if told is None else int(told)
+            found, stated = np.asarray(coords), coords.attrs.get("patch_size_level0")
+            stated = None if stated is None else int(stated)
     except GemsError:
         raise
     except Exception as error:  # h5py reports damage by errors of many kinds
         raise GemsError(f"{path} has no coordinates of tiles: {error}") from error
-    if told is not None and abs(int(told) - covered) > 1:
+    if stated is not None and abs(int(stated) - covered) > 1:
         raise GemsError(
-            f"{path}: its tiles cover {int(told)} pixels of the slide, those asked for {covered}; "
+            f"{path}: its tiles cover {int(stated)} pixels of the slide, not {covered}; "
             "take the same tile size and magnification"
         )
     return found.astype(np.int64)

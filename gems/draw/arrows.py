@@ -20,7 +20,7 @@ def arrows(found: list[Mark], plan: Plan | None = None) -> list[tuple[int, int]]
     for n, action in enumerate(mark.action for mark in found):
         if action.way == ">":
             message = action.message
-            fact = Result(message.what, message.source, message.micro_batch)
+            fact = Result(message.what, message.source, message.micro_batch, message.part)
             givers[fact, message.target].append(n)
         for fact in results(action):
             givers[fact, None].append(n)

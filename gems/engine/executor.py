@@ -8,10 +8,10 @@ from typing import Any
 
 from gems.engine.adapter import Adapter, Tensors
 from gems.engine.messages import Messages
-from gems.errors import note
+from gems.errors import ScheduleError, note
 from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Meter, Timeline
-from gems.schedule.action import OF_STAGE, Action, Kind, Message, Schedule
+from gems.schedule.action import OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
 from gems.schedule.machine import InFlight
 from gems.transport.protocol import Done, Transport, Work
@@ -42,6 +42,10 @@ class Engine:
         self.plan, self.adapter, self.transport = plan, adapter, transport
         self.update = update
         self.actions = schedule.ranks[transport.rank]
+        if parts := [str(action) for action in self.actions if action.part != WHOLE]:
+            raise ScheduleError(
+                f"{parts[0]} is of a part, but adapters run whole micro-batches; schedule those"
+            )
         self.receipts = receipts(schedule, plan)[transport.rank]
 
     def step(self, number: int = 0) -> Timeline:
@@ -121,13 +125,13 @@ class Engine:
         s, i = action.stage, action.micro_batch
         received: Tensors = {}
         for source in self.plan.sources[s]:
-            received |= self.messages.take(Message("output", source, s, i))
+            received |= self.messages.take(Message("output", source, s, i, action.part))
 
         def work() -> None:
             outputs = self.adapter.forward(s, i, received)
             self.meter.save(*self._saved(action))
             for sink in self.plan.sinks[s]:
-                self.messages.offer(Message("output", s, sink, i), outputs)
+                self.messages.offer(Message("output", s, sink, i, action.part), outputs)
 
         self._stamped(action, work)
 
@@ -144,7 +148,9 @@ class Engine:
     def _backward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
         sinks = self.plan.sinks[s]
-        gradients = [self.messages.take(Message("gradient", sink, s, i)) for sink in sinks]
+        gradients = [
+            self.messages.take(Message("gradient", sink, s, i, action.part)) for sink in sinks
+        ]
         whole = action.kind is Kind.BACKWARD
 
         def work() -> None:
@@ -154,7 +160,7 @@ class Engine:
             if whole:
                 self._free(s, i)
             for source in self.plan.sources[s]:
-                self.messages.offer(Message("gradient", s, source, i), found)
+                self.messages.offer(Message("gradient", s, source, i, action.part), found)
 
         self._stamped(action, work)
 
@@ -179,7 +185,7 @@ class Engine:
     def _reduce(self, action: Action) -> None:
         ranks = self.plan.replica_groups[action.stage]
         if len(ranks) == 1:  # complete; if the weights are offloaded, not needed on the device
-            if "weights" in self.plan.offloaded_state:
+            if self.plan.residency[action.stage].weights_offload:
                 self._stamped(action, lambda: self._reduced(action.stage))
             return
 

@@ -8,7 +8,8 @@ from itertools import takewhile
 
 from gems.geometry.grid import square
 from gems.model.graph import Graph
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.fields import ASYNCHRONOUS
+from gems.plans.plan import Plan
 from gems.plans.recompute import Recompute
 from gems.schedule.build import BY_SAMPLE
 
@@ -61,7 +62,7 @@ def putting_away(
     step, whatever there is to do. Without `state_only`, no weights without the stash. Plans that
     take long to simulate are left out: this is for a few ranks, or a few images."""
     plan, family = choice.plan, f"{choice.family}, put away"
-    if plan.zero or plan.schedule == ASYNCHRONOUS:
+    if plan.zero or plan.asynchronous:
         return
     for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
         if sum(cut.sizes) * cut.micro_batches > LONG:
@@ -135,7 +136,7 @@ def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
     """The same with its state shared out over the ranks that hold a stage (ZeRO), as little as will
     do first. A copy on one rank is cut into stages, to have one of them whole at a time."""
     plan, family = choice.plan, f"{choice.family}, shared state"
-    if plan.schedule == ASYNCHRONOUS or all(len(holders) == 1 for holders in plan.replica_groups):
+    if plan.asynchronous or all(len(holders) == 1 for holders in plan.replica_groups):
         return
     for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
         yield Choice(family, replace(plan, zero=zero))

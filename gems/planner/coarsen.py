@@ -76,14 +76,14 @@ def _merged(graph: Graph) -> Graph:
 def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
     """A plan for lumps as one for the graph that they are of: `recompute` names all blocks of a
     lump."""
-    if lumps is graph or isinstance(plan.recompute, str):
+    if lumps is graph or all(isinstance(p.recompute, str) for p in plan.activations):
         return plan
     members: list[list[int]] = []
     for i, block in enumerate(graph.blocks):
         if block.name in lumps.index:
             members.append([])
         members[-1].append(i)
-    entries = list(plan.recompute_by_stage)
+    entries = [policy.recompute for policy in plan.activations]
     for stage, entry in enumerate(entries):
         within = [lumps.index[name] for name in plan.stages[stage]]  # type: ignore[index]
         if (chosen := recomputed_blocks(entry, lumps, within)) is not None:

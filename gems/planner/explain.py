@@ -10,13 +10,13 @@ from gems.draw.units import seconds, size
 from gems.errors import PlanError
 from gems.geometry.grid import Grid
 from gems.planner.search import Candidate, Found, largest_kind
-from gems.plans.plan import BIDIRECTIONAL, Plan
+from gems.plans.plan import Plan
 from gems.predict.timeline import KINDS
 
 
 def describe(plan: Plan) -> str:
     """A plan in a few words."""
-    both = " both ways" if plan.bidirectional and plan.schedule not in BIDIRECTIONAL else ""
+    both = " both ways" if plan.bidirectional and not plan.alternates else ""
     copies = f"{plan.data} copies of " if plan.data > 1 else ""
     stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
     cut = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
@@ -39,7 +39,7 @@ def _away(plan: Plan) -> list[str]:
 
 def streams(plan: Plan) -> str:
     """The blocks that its first stages run one after the other."""
-    words = [str(Grid(tiles=blocks)) for blocks in plan.streams if blocks]
+    words = [str(Grid(tiles=policy.patches)) for policy in plan.activations if policy.patches]
     if len(words) > 1 and len(set(words)) == 1:
         return f"{words[0]} in {len(words)} stages"
     return ", ".join(words)
@@ -47,12 +47,13 @@ def streams(plan: Plan) -> str:
 
 def less(plan: Plan) -> bool:
     """Whether some stage recomputes."""
-    return any(entry != "never" for entry in plan.recompute_by_stage)
+    return any(not policy.saves_all for policy in plan.activations)
 
 
 def recomputed(plan: Plan) -> str:
     """What stages recompute, in a few words."""
-    words = ["some blocks" if isinstance(r, tuple) else r for r in plan.recompute_by_stage]
+    entries = (policy.recompute for policy in plan.activations)
+    words = ["some blocks" if isinstance(entry, tuple) else entry for entry in entries]
     found = dict.fromkeys(words)
     if len(found) == 1:
         return words[0]
@@ -160,10 +161,11 @@ def shared(found: Found) -> str:
     text += f"{size(best.bytes)} are enough"
     tried = [(c.bytes, c.plan, "") for c in (*found.fitting, *found.rest)]
     tried += [(p.bytes, p.plan, " or more") for p in found.pruned]
+    entries = [policy.recompute for policy in best.plan.activations]
     for needs, plan, more in tried:
         if (
             plan.zero == 0
-            and plan.recompute_by_stage == best.plan.recompute_by_stage
+            and [p.recompute for p in plan.activations] == entries
             and _alike(plan, best.plan)
         ):
             return f"{text} where each having it all takes {size(needs)}{more}"

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
-from gems.plans.plan import BIDIRECTIONAL, Plan
-from gems.plans.recompute import WHOLE_STAGE
+from gems.plans.plan import Plan
 from gems.predict.timeline import IN_FLIGHT
 from gems.schedule.action import Kind
 from gems.schedule.build import build
@@ -20,11 +19,11 @@ def in_flight(plan: Plan) -> list[float]:
     two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one. What
     is put away leaves two: one that is used, and one that comes or goes.
     """
-    if plan.offloaded_to("activations"):
+    if plan.activations[0].offload:
         return [2.0] * plan.depth
-    if plan.schedule in BIDIRECTIONAL:
+    if plan.alternates:
         return [1.0] * plan.depth
-    if plan.schedule == "auto":
+    if plan.greedy:
         counts = [1] * plan.depth
     else:
         counts = [most for most, _ in _counts(_order_of(plan))]
@@ -36,14 +35,14 @@ def in_flight(plan: Plan) -> list[float]:
 
 def held(plan: Plan) -> list[int]:
     """How many micro-batches wait on each stage, with nothing but its inputs, to be recomputed."""
-    if plan.schedule in (*BIDIRECTIONAL, "auto"):
+    if plan.alternates or plan.greedy:
         return [0] * plan.depth
     return [inputs for _, inputs in _counts(_order_of(plan))]
 
 
 def _order_of(plan: Plan) -> Plan:
     """What of a plan matters to how many micro-batches are under way."""
-    recompute = tuple(r if r in WHOLE_STAGE else "never" for r in plan.recompute_by_stage)
+    recompute = tuple(p.recompute if p.whole_stage else "never" for p in plan.activations)
     lanes = plan.lanes() if plan.cut else plan.one_copy()
     return replace(lanes, stages=plan.depth, edges=None, recompute=recompute, why="")
 
@@ -55,7 +54,7 @@ def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
     found = []
     for stage in range(plan.depth):
         row = [a for a in order.ranks[plan.rank_of(stage, 0)] if a.stage == stage]
-        again = plan.recompute_by_stage[stage] in WHOLE_STAGE
+        again = plan.activations[stage].whole_stage
         later = [
             again and a.kind is Kind.FORWARD and plan.recomputes(stage, a.micro_batch) for a in row
         ]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from gems.model.costs import Costs
 from gems.planner.in_flight import held, in_flight
 from gems.planner.request import Wish
-from gems.plans.plan import ASYNCHRONOUS, BIDIRECTIONAL, Plan
-from gems.predict.state_bytes import needed, share
+from gems.plans.plan import Plan
+from gems.plans.residency import resident_bytes
 
 
 def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
@@ -21,17 +21,14 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
     """
     counts, inputs = in_flight(plan), held(plan)
     most = largest = 0.0
-    stored, in_turn = bool(plan.offloaded_to("activations")), plan.schedule in BIDIRECTIONAL
+    stored, in_turn = bool(plan.activations[0].offload), plan.alternates
     for on in plan.stages_on[: plan.ranks]:
-        shares = {
-            s: share(staged[s], plan.zero, plan.shard_count(s), away=plan.offloaded_state)
-            for s in on
+        held_bytes = {
+            s: plan.residency[s].bytes(staged[s].weights, staged[s].gradients) for s in on
         }
-        always = sum(x.weights + wish.state * x.optimizer for x in shares.values())
-        if plan.schedule == ASYNCHRONOUS:
-            always += sum(staged[s].gradients for s in on)
+        always = sum(x.weights + x.older + wish.state * x.optimizer for x in held_bytes.values())
         lasting = {s for s in on if _lasts(plan, s)}
-        always += sum(shares[s].gradients for s in lasting)
+        always += sum(held_bytes[s].gradients for s in lasting)
         workspace = max(staged[s].workspace for s in on)
         later = 0.0  # gradients of stages behind
         for s in sorted(on, reverse=True):
@@ -40,12 +37,12 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
             waiting += max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
             here = staged.received(s) if plan.recomputes(s, 0) else staged[s].activations
             beside = max(waiting, here + staged.given(s))
-            mine = shares[s]
+            mine = held_bytes[s]
             if s not in lasting:
                 later += mine.gradients
-                most = max(most, always + mine.gathered + later + workspace)
-                later += mine.summed - mine.gradients
-            most = max(most, always + mine.gathered + beside + workspace)
+                most = max(most, always + mine.unsharded + later + workspace)
+                later += mine.reduced - mine.gradients
+            most = max(most, always + mine.unsharded + beside + workspace)
             largest = max(largest, beside + workspace)
     return most, largest
 
@@ -53,7 +50,7 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
 def _lasts(plan: Plan, stage: int) -> bool:
     """Whether a stage's gradients have their place from the start."""
     several = len(plan.replica_groups[stage]) > 1
-    return several and not plan.frees_gradients and plan.schedule != ASYNCHRONOUS
+    return several and not plan.residency[stage].frees_gradients and not plan.asynchronous
 
 
 def resident(plan: Plan, staged: Costs, wish: Wish) -> float:
@@ -66,9 +63,5 @@ def resident(plan: Plan, staged: Costs, wish: Wish) -> float:
 
 def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
     """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
-    on = tuple(on)
-    shares = [
-        share(staged[s], plan.zero, plan.shard_count(s), away=plan.offloaded_state) for s in on
-    ]
-    twice = sum(staged[s].gradients for s in on) if plan.schedule == ASYNCHRONOUS else 0.0
-    return needed(shares, wish.state) + twice
+    pairs = ((plan.residency[s], staged[s]) for s in on)
+    return resident_bytes((r.bytes(c.weights, c.gradients) for r, c in pairs), wish.state)

@@ -76,16 +76,8 @@ class Cuts:
     def _price(self, plan: Plan, stage_of: tuple[int, ...]) -> Costs:
         if stage_of not in self._uncut:
             self._uncut[stage_of] = of_stages(self.costs, self.graph, stage_of)
-        shape = (
-            stage_of,
-            plan.grids,
-            plan.recompute_by_stage,
-            plan.streams,
-            plan.partition_activations,
-        )
-        shape += (
-            plan.spatial_groups[0] if plan.cut else None,
-        )  # whose links their messages go over
+        links = plan.spatial_groups[0] if plan.cut else None  # that messages go over
+        shape = (stage_of, plan.grids, plan.activations, links)
         if shape not in self._prices:
             self._prices[shape] = price(
                 self.costs, self.graph, stage_of, plan, self.machine, self._uncut[stage_of]
@@ -98,5 +90,5 @@ def _reject_whole(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> None:
         grid = plan.grids[stage]
         if block.whole and grid.tiles and grid.size > 1:
             raise PlanError(f"{block.name} cannot be cut, and stage {stage} would be")
-        if plan.streams[stage] and not block.streams:
+        if plan.activations[stage].patches and not block.streams:
             raise PlanError(f"{block.name} needs the whole image, and stage {stage} would stream")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from gems.model.costs import Cost, Costs
+from gems.model.costs import Costs
 from gems.model.graph import Graph, members
 from gems.planner.in_flight import in_flight
-from gems.plans.plan import ASYNCHRONOUS, BIDIRECTIONAL, Plan
+from gems.plans.plan import Plan
 from gems.plans.recompute import StageRecompute
+from gems.plans.residency import resident_bytes
 from gems.predict.recompute_cost import Footprint, footprint, names_of, recompute_seconds, runs
-from gems.predict.state_bytes import needed, share
 
 PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # runs that all of a stage may be broken into
 
@@ -38,26 +38,24 @@ def fitted(
     `state` is what the optimizer keeps, in units of the gradients. Where nothing fits, a stage gets
     what needs least. `known` keeps footprints for the next plan.
     """
-    if "auto" not in plan.recompute_by_stage:
+    if all(policy.recompute != "auto" for policy in plan.activations):
         return plan
     blocks, known = members(stage_of), {} if known is None else known
     resident = []
     for stage, mine in enumerate(blocks):
-        cost = Cost(weights=graph.held(mine), gradients=graph.trained(mine))
-        shares = [share(cost, plan.zero, plan.shard_count(stage), away=plan.offloaded_state)]
-        twice = cost.gradients if plan.schedule == ASYNCHRONOUS else 0.0  # in two versions
-        resident.append(needed(shares, state) + twice + _boundary(graph, mine))
+        mine_state = plan.residency[stage].bytes(graph.held(mine), graph.trained(mine))
+        resident.append(resident_bytes([mine_state], state) + _boundary(graph, mine))
     workspace = [max((costs[i].workspace for i in mine), default=0.0) for mine in blocks]
-    counts, entries = in_flight(plan), list(plan.recompute_by_stage)
-    for stage, entry in enumerate(plan.recompute_by_stage):
-        if entry != "auto":
+    counts, entries = in_flight(plan), [policy.recompute for policy in plan.activations]
+    for stage, policy in enumerate(plan.activations):
+        if policy.recompute != "auto":
             continue
-        if plan.streams[stage]:  # which saves its inputs only, whatever the budget
+        if policy.patches:  # which saves its inputs only, whatever the budget
             entries[stage] = "always"
             continue
         on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
         room = memory - sum(resident[s] for s in on) - max(workspace[s] for s in on)
-        divided = 1 if plan.schedule in BIDIRECTIONAL else len(on)  # of two that take turns, none
+        divided = 1 if plan.alternates else len(on)  # of two that alternate, none
         choice = _Stage(graph, costs, blocks[stage], counts[stage] / divided, known)
         entries[stage] = choice.best(room / divided * team)
     return replace(plan, recompute=tuple(entries))

@@ -23,7 +23,8 @@ from gems.planner.lower_bounds import least_bytes, resident
 from gems.planner.memo import Cuts
 from gems.planner.request import Wish
 from gems.planner.two_buffers import step_seconds
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.fields import ASYNCHRONOUS
+from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import COLLECTIVES, KINDS, Memory
 from gems.schedule.action import Kind
@@ -226,7 +227,7 @@ def _bounded(
             continue
         seconds = (
             step_seconds(plan, staged, machine)
-            if plan.schedule == ASYNCHRONOUS
+            if plan.asynchronous
             else least(plan.one_copy(), staged)
         )
         sizes = least_bytes(plan, staged, wish)
@@ -260,7 +261,7 @@ class _Predict:
         room = self.wish.memory - resident(self.plan, self.staged, self.wish)
         order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
         lowered = lower(order, one, copies)
-        if one.offloaded_to("activations") and not any(a.kind is Kind.STORE for _, a in lowered):
+        if one.activations[0].offload and not any(a.kind is Kind.STORE for _, a in lowered):
             raise PlanError("nothing waits long enough for its backward to be put away")
         timeline = simulate(lowered, one, self.staged, self.machine, self.wish.state, copies)
         workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
@@ -268,7 +269,7 @@ class _Predict:
         fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
         work = max(e.stop for e in timeline.events if not e.action.endswith(COLLECTIVES))
         length = timeline.seconds
-        if self.plan.schedule == ASYNCHRONOUS:
+        if self.plan.asynchronous:
             length = max(length, step_seconds(self.plan, self.staged, self.machine))
         return Candidate(
             self.family,

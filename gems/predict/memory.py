@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.model.costs import Costs
-from gems.plans.plan import ASYNCHRONOUS, Plan
-from gems.predict.state_bytes import Share, share
+from gems.plans.plan import Plan
+from gems.plans.residency import StateBytes
 from gems.predict.timeline import Memory, Meter
 from gems.schedule.action import OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
@@ -31,7 +31,7 @@ def live(
     `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
     plan may stand for `copies` of itself on further ranks.
     """
-    asynchronous, plan = plan.schedule == ASYNCHRONOUS, plan.unrolled
+    asynchronous, plan = plan.asynchronous, plan.unrolled
     proofs = receipts(schedule, plan)
     return [
         _Rank(rank, plan, costs, state, proofs[rank], copies, asynchronous).run(row)
@@ -58,23 +58,21 @@ class _Rank:
         self.asynchronous = asynchronous
         self.rank, self.plan, self.costs, self.proofs = rank, plan, costs, proofs
         self.in_flight = InFlight(plan)
-        self.shares: dict[int, Share] = {}
+        self.shares: dict[int, StateBytes] = {}
         self.gradients: dict[int, float] = {}
         self.replicated: dict[int, bool] = {}  # whether other ranks hold a stage, too
         for s in plan.stages_on[rank]:
-            group = plan.replica_groups[s]
-            size = len(group) * copies
-            place = group.index(rank)
-            self.shares[s] = share(costs[s], plan.zero, size, place, plan.offloaded_state)
-            self.replicated[s] = size > 1
+            residency, index = plan.residency_over(copies)[s], plan.replica_groups[s].index(rank)
+            self.shares[s] = residency.bytes(costs[s].weights, costs[s].gradients, index)
+            self.replicated[s] = residency.replicas > 1
             # Gradients of a replicated stage are allocated from the start, unless they are freed
             # once they are reduced, or with each optimizer step.
-            if size > 1 and not plan.frees_gradients and not asynchronous:
+            if self.replicated[s] and not residency.frees_gradients and not asynchronous:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.state = state
         self.offloaded: set[int] = set()  # stages whose gradients are offloaded
-        self.steps_on_host = plan.offloaded_to("weights") == "host"  # beside the computation
+        self.steps_on_host = plan.residency[0].steps_on_host  # beside the computation
         self.optimizer = round(state * sum(mine.optimizer for mine in self.shares.values()))
         self.meter = Meter(self._resident())
         self.at_hand: dict[Message, int] = {}
@@ -83,11 +81,13 @@ class _Rank:
 
     def _resident(self) -> Memory:
         weights = sum(mine.weights for mine in self.shares.values())
-        weights += sum(self.shares[s].gathered for s in self.gathered)
+        weights += sum(self.shares[s].unsharded for s in self.gathered)
         if self.asynchronous:  # trained weights exist in two versions
             weights += sum(self.costs[s].gradients for s in self.shares)
         gradients = sum(self.gradients.values())
-        away = sum(m.away(self.state, summed=s in self.offloaded) for s, m in self.shares.items())
+        away = sum(
+            m.offloaded(self.state, reduced=s in self.offloaded) for s, m in self.shares.items()
+        )
         return Memory(round(weights), round(gradients), self.optimizer, offloaded=round(away))
 
     def run(self, row: Sequence[Action]) -> tuple[Row, Meter]:
@@ -100,7 +100,7 @@ class _Rank:
         for begun in self.in_flight.end():
             self._complete(begun)
         reduces = any(action.kind is Kind.ALL_REDUCE for action in row)
-        if reduces and self.plan.optimizer_step == "end" and self.plan.offloaded_state:
+        if reduces and self.plan.optimizer_step == "end" and self.plan.residency[0].offloads:
             for stage in self.shares:
                 self._step_at_end(stage)
         return found, self.meter
@@ -156,16 +156,16 @@ class _Rank:
             self.meter.spike("optimizer", self._fetched(action.stage))
             if not self.steps_on_host:
                 self._stepped(action.stage)
-        elif not self.plan.frees_gradients:
+        elif not self.plan.residency[action.stage].frees_gradients:
             return
         elif not self.replicated[action.stage]:  # there is nothing to wait for
             self._reduced(action.stage)
         self.meter.set_resident(self._resident())
 
     def _reduced(self, stage: int) -> None:
-        if self.plan.frees_gradients:
-            self.gradients[stage] = self.shares[stage].summed
-            if self.shares[stage].home:
+        if self.plan.residency[stage].frees_gradients:
+            self.gradients[stage] = self.shares[stage].reduced
+            if self.shares[stage].host_copy:
                 self.offloaded.add(stage)
 
     def _stepped(self, stage: int) -> None:
@@ -174,7 +174,7 @@ class _Rank:
 
     def _fetched(self, stage: int) -> int:
         """Bytes that an optimizer step loads from disk: none where it runs on the host."""
-        return 0 if self.steps_on_host else round(self.shares[stage].updating(self.state))
+        return 0 if self.steps_on_host else round(self.shares[stage].loaded_to_step(self.state))
 
     # --- activations ------------------------------------------------------------------------------
 
@@ -189,22 +189,22 @@ class _Rank:
     def _forward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
         for source in self.plan.sources[s]:
-            self._take(Message("output", source, s, i))
+            self._take(Message("output", source, s, i, action.part))
         self.meter.save(*self._saved(action))
         for sink in self.plan.sinks[s]:
-            self._offer(Message("output", s, sink, i))
+            self._offer(Message("output", s, sink, i, action.part))
 
     def _backward(self, action: Action) -> None:
         s, i = action.stage, action.micro_batch
         for sink in self.plan.sinks[s]:
-            self._take(Message("gradient", sink, s, i))
-        if self.plan.frees_gradients and self.replicated[s]:
+            self._take(Message("gradient", sink, s, i, action.part))
+        if self.plan.residency[s].frees_gradients and self.replicated[s]:
             self.gradients[s] = self.shares[s].gradients
         self.meter.spike("activations", round(self.costs[s].temporary))
         if action.kind is Kind.BACKWARD:
             self._free(s)
         for source in self.plan.sources[s]:
-            self._offer(Message("gradient", s, source, i))
+            self._offer(Message("gradient", s, source, i, action.part))
 
     def _free(self, stage: int) -> None:
         self.meter.free(self._activations(stage))

@@ -16,9 +16,9 @@ from itertools import repeat
 from gems.errors import ScheduleError
 from gems.hardware import Link, Machine
 from gems.model.costs import Costs
-from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
+from gems.plans.fields import BATCHES
+from gems.plans.plan import Plan
 from gems.predict.memory import kept, live
-from gems.predict.state_bytes import share
 from gems.predict.timeline import Event, Timeline
 from gems.schedule.action import (
     COLLECTIVES,
@@ -52,7 +52,8 @@ def simulate(
     take the time in `costs` and collectives none. Offloaded state goes over a machine's links to
     its host or disk. `state` is the optimizer's bytes, in units of the gradients. The plan may
     stand for `copies` of itself on further ranks: their steps are the same, but collectives span
-    all of them. For 2BW, whose pipeline never drains, it is a step in the middle of a run.
+    all of them. For 2BW, whose pipeline never drains, it is a step in the middle of a run. Where a
+    schedule has parts, `costs` are those of a part.
     """
 
     def seconds(rank: int, action: Action) -> float:
@@ -74,13 +75,13 @@ def simulate(
             return found + _offload_seconds(action, plan, costs, over, state)
         if not isinstance(over, Machine):
             return 0.0
-        way = over.way_to(plan.offloaded_to("activations"))
+        way = over.way_to(plan.activations[0].offload)
         return way.seconds(kept(action.stage, action.micro_batch, plan, costs))
 
     clock = _Clock(schedule, plan.unrolled, seconds, message_seconds, background)
     whole = clock.timeline("simulated", clock.in_background)
     whole = replace(whole, **clock.bytes(plan, costs, state, copies))
-    return _period(whole, plan) if plan.schedule == ASYNCHRONOUS else whole
+    return _period(whole, plan) if plan.asynchronous else whole
 
 
 def _period(run: Timeline, plan: Plan) -> Timeline:
@@ -119,10 +120,11 @@ def _collective_seconds(
     firsts = range(0, copies * plan.world, plan.world)
     ranks = [first + rank for first in firsts for rank in plan.replica_groups[action.stage]]
     size = costs[action.stage].gradients
-    alone = len(ranks) == 1 or (action.kind is Kind.UNSHARD and plan.zero < 3)
+    sharded = plan.residency[action.stage].shards_weights
+    alone = len(ranks) == 1 or (action.kind is Kind.UNSHARD and not sharded)
     if over is None or alone:
         return 0.0
-    part = 0.5 if plan.zero == 3 else 1.0
+    part = 0.5 if sharded else 1.0
     if isinstance(over, Machine):
         return part * over.allreduce_seconds(size, ranks)
     return part * over.allreduce_seconds(size, len(ranks))
@@ -134,20 +136,20 @@ def _offload_seconds(
     """Of a stage's offloaded state: weights that are fetched, gradients that are stored, and for an
     optimizer step all that is read and written. With optimizer_step="end" that is counted as the
     end of the all-reduce."""
-    if not isinstance(over, Machine) or not plan.offloaded_state:
+    residency, cost = plan.residency[action.stage], costs[action.stage]
+    if not isinstance(over, Machine) or not residency.offloads:
         return 0.0
-    mine = share(
-        costs[action.stage], plan.zero, plan.shard_count(action.stage), away=plan.offloaded_state
-    )
-    update = 2 * state * mine.own + (mine.own + 2 * mine.home if mine.home else 0.0)
-    if plan.offloaded_to("weights") == "host":
+    mine = residency.bytes(cost.weights, cost.gradients)
+    update = 2 * state * mine.own + (mine.own + 2 * mine.host_copy if mine.host_copy else 0.0)
+    if residency.steps_on_host:
         update = 0.0  # the optimizer runs there
     size = update
     if action.kind is Kind.UNSHARD:
-        size = mine.home
+        size = mine.host_copy
     elif action.kind is Kind.ALL_REDUCE:
-        size = (mine.own if mine.home else 0.0) + (update if plan.optimizer_step == "end" else 0.0)
-    return over.way_to(plan.offloaded_to("optimizer")).seconds(size) if size else 0.0
+        size = mine.own if mine.host_copy else 0.0
+        size += update if plan.optimizer_step == "end" else 0.0
+    return over.way_to(residency.optimizer_offload).seconds(size) if size else 0.0
 
 
 def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
@@ -155,7 +157,7 @@ def virtual(timeline: Timeline, schedule: Schedule, plan: Plan) -> Timeline:
 
     It is repeatable on a busy machine, and lets more ranks be measured than there are cores.
     """
-    asynchronous = plan.schedule == ASYNCHRONOUS
+    asynchronous = plan.asynchronous
     name = partial(_in_batch, plan=plan) if asynchronous else str
     cpu = {(e.rank, name(e.action)): e.cpu for e in timeline.events}
 
@@ -236,7 +238,8 @@ class _Clock:
         """Another rank's part is here when its message to this very stage is, if one is sent."""
         if need.stage == action.stage:
             return self.known[rank, need]
-        message = Message(need.what, need.stage, action.stage, need.micro_batch)
+        what, stage, micro_batch, part = need
+        message = Message(what, stage, action.stage, micro_batch, part)
         group = self.plan.spatial_group_for(need.stage, need.micro_batch)
         return max(self.arrived.get(((r, rank), message), self.known[r, need]) for r in group)
 
@@ -262,9 +265,9 @@ class _Clock:
         """What runs beside the computation. A collective begins when its last rank reaches it."""
         now = self.free[rank]
         if action.kind in OFFLOADS:
-            disk = self.plan.offloaded_to("activations") == "disk"
+            disk = self.plan.activations[0].offload == "disk"
             self._occupy({rank: now}, action, "disk" if disk else action.kind.value)
-        elif action.kind is Kind.UNSHARD and self.plan.zero < 3:
+        elif action.kind is Kind.UNSHARD and not self.plan.residency[action.stage].shards_weights:
             self._occupy({rank: now}, action, "weights")
         elif action.kind in COLLECTIVES:
             self.reached[action][rank] = now

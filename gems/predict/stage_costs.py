@@ -36,12 +36,12 @@ def price(
             link = machine.slowest(plan.spatial_group_of(stage, 0))
             cut = [(graph.blocks[i], blocks[i]) for i in mine]
             cost = _cut(uncut, cut, graph, grid, link, machine.device.call)
-        recomputed = recomputed_blocks(plan.recompute_by_stage[stage], graph, mine)
+        recomputed = recomputed_blocks(plan.activations[stage].recompute, graph, mine)
         if recomputed is not None:
             cost = recomputing(cost, uncut, graph, blocks, mine, recomputed)
-        if plan.streams[stage]:
+        if plan.activations[stage].patches:
             call = machine.device.call
-            cost = streamed(uncut, graph, blocks, mine, plan.streams[stage], call)
+            cost = streamed(uncut, graph, blocks, mine, plan.activations[stage].patches, call)
         items.append(cost)
     messages = tuple(_kept(edge, graph, stage_of, plan) for edge in whole.messages)
     return replace(whole, items=tuple(items), messages=messages, teams=plan.sizes)
@@ -58,7 +58,7 @@ def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge
     for name in crossings(graph, stage_of)[edge.source, edge.target]:
         value = graph.value[name]
         part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value.shape, grid)
-        shared = plan.partition_activations and part == 1
+        shared = plan.activations[edge.target].partitioned and part == 1
         size += ceil(value.bytes / grid.size if shared else value.bytes * part)
     return replace(edge, kept=round(size), stays=stays)
 

@@ -229,11 +229,9 @@ def counted(schedule: Schedule) -> tuple[int, ...]:
     most = []
     for row in schedule.ranks:
         live = peak = 0
-        again = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
+        again = {a.unit for a in row if a.kind is Kind.RECOMPUTE}
         for action in row:
-            if action.computes and (
-                action.kind is not Kind.FORWARD or (action.stage, action.micro_batch) not in again
-            ):
+            if action.computes and (action.kind is not Kind.FORWARD or action.unit not in again):
                 live += IN_FLIGHT[action.kind]
                 peak = max(peak, live)
         most.append(peak)

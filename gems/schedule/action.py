@@ -14,7 +14,9 @@ The text form is what one writes on a whiteboard, and it parses back:
     2U       unshard its weights: all-gather them (zero=3), or fetch them from host or disk
     2D       reshard them: drop all but the own shard
     2O       optimizer step on its weights, with the gradients that were reduced last
-    2F0@1    the same, in replica 1
+    2F0@1    the same, in replica 1                       2F0.1   the same, of part 1 only
+
+Parts of a micro-batch (say, patches of its images) are units of their own, with the same rules.
 """
 
 from __future__ import annotations
@@ -49,13 +51,17 @@ OFFLOADS = (Kind.STORE, Kind.LOAD)  # of saved activations, while other actions 
 COLLECTIVES = (Kind.ALL_REDUCE, Kind.UNSHARD)  # of a stage's whole replica group
 
 
+WHOLE = -1  # not a part: all of a micro-batch
+
+
 class Message(NamedTuple):
-    """One way of one micro-batch between two stages. `what` is `output` or `gradient`."""
+    """One way of one micro-batch, or part, between two stages. `what` is `output` or `gradient`."""
 
     what: str
     source: int
     target: int
     micro_batch: int
+    part: int = WHOLE
 
 
 @dataclass(frozen=True)
@@ -68,29 +74,36 @@ class Action:
     replica: int = 0
     way: str = ""
     peer: int = 0
+    part: int = WHOLE
 
     def __str__(self) -> str:
         if self.kind in OF_STAGE:
             return f"{self.stage}{self.kind.value}"
         to = f"{self.way}{self.peer}" if self.way else ""
         at = f"@{self.replica}" if self.replica else ""
-        return f"{self.stage}{self.kind.value}{self.micro_batch}{to}{at}"
+        part = "" if self.part == WHOLE else f".{self.part}"
+        return f"{self.stage}{self.kind.value}{self.micro_batch}{part}{to}{at}"
 
     @cached_property
     def computes(self) -> bool:
         return not self.way and self.kind not in OF_STAGE and self.kind not in OFFLOADS
 
     @property
+    def unit(self) -> tuple[int, int, int]:
+        """What is computed: stage, micro-batch and part."""
+        return self.stage, self.micro_batch, self.part
+
+    @property
     def message(self) -> Message:
         """What is moved, named the same on both ends."""
         what = "output" if self.kind is Kind.FORWARD else "gradient"
         ends = (self.stage, self.peer) if self.way == ">" else (self.peer, self.stage)
-        return Message(what, *ends, self.micro_batch)
+        return Message(what, *ends, self.micro_batch, self.part)
 
 
 LONGEST = 60  # characters of an action: numbers of a dozen digits
 SPELLED = re.compile(
-    r"(\d+)([FBIW]|[RSL](?!\d+[<>]))(\d+)(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([AUDO])"
+    r"(\d+)([FBIW]|[RSL](?![\d.]+[<>]))(\d+)(?:\.(\d+))?(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([AUDO])"
 )
 
 
@@ -99,15 +112,21 @@ def parse_action(text: str) -> Action:
     if not match:
         raise ScheduleError(
             f"{short(text, 60)!r} is not an action; "
-            "write one like 2F0, 1B3@1, 2R0, 2S0, 2F0>3, 1A or 1U"
+            "write one like 2F0, 1B3@1, 2F0.1, 2R0, 2S0, 2F0>3, 1A or 1U"
         )
     if len(text) > LONGEST:
         raise ScheduleError(f"{short(text, 60)!r} has numbers that no plan has; give smaller ones")
-    stage, kind, micro_batch, way, peer, replica, whole, letter = match.groups()
-    if whole:
-        return Action(Kind(letter), int(whole))
+    stage, kind, micro_batch, part, way, peer, replica, of_stage, letter = match.groups()
+    if of_stage:
+        return Action(Kind(letter), int(of_stage))
     return Action(
-        Kind(kind), int(stage), int(micro_batch), int(replica or 0), way or "", int(peer or 0)
+        kind=Kind(kind),
+        stage=int(stage),
+        micro_batch=int(micro_batch),
+        replica=int(replica or 0),
+        way=way or "",
+        peer=int(peer or 0),
+        part=WHOLE if part is None else int(part),
     )
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gems.plans.plan import BATCHES, Plan
+from gems.plans.fields import BATCHES
+from gems.plans.plan import Plan
 from gems.schedule.action import Action, Kind, Message, Schedule
 
 AT_ONCE = 2  # batches in flight

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gems.errors import PlanError, note
 from gems.model.costs import Costs, unit
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
 from gems.schedule import greedy
 from gems.schedule.action import Schedule
 from gems.schedule.groups import project
@@ -46,7 +46,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
     orders; the published ones are fixed. For a plan whose stages are tiled over ranks, costs are
     those of each rank (`Costs.shared`), and the order is that of whole stages, projected.
     """
-    if "auto" in plan.recompute_by_stage:
+    if any(policy.recompute == "auto" for policy in plan.activations):
         raise PlanError(
             "recompute='auto' has to be written out first, which takes a model and a memory "
             "budget: gems plan --recompute auto --memory SIZE --out FILE"
@@ -57,7 +57,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
         _fits(one)
         return _order(one, costs, memory)
     _fits(lanes := plan.lanes())
-    if plan.schedule == ASYNCHRONOUS:
+    if plan.asynchronous:
         return _alone(one)
     try:
         order = _order(lanes, costs, memory)
@@ -70,7 +70,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
 def _order(plan: Plan, costs: Costs, memory: float | None) -> Schedule:
     if plan.schedule == "gems-zb":
         return greedy.order(plan, costs, samples=1)
-    if plan.schedule == "auto":
+    if plan.greedy:
         return greedy.best(plan, costs, memory)
     return recompute(PAPERS[plan.schedule](plan), plan.unrolled)
 

@@ -30,7 +30,7 @@ from math import inf
 
 from gems.errors import PlanError
 from gems.model.costs import Costs
-from gems.plans.plan import BIDIRECTIONAL, Plan
+from gems.plans.plan import Plan
 from gems.schedule.action import Action, Kind, Schedule
 from gems.schedule.dependencies import Result, dependencies, results
 from gems.schedule.machine import ScheduleMachine
@@ -178,7 +178,7 @@ def least(plan: Plan, costs: Costs) -> float:
         fill[s] = max((fill[q] + costs[q].f for q in plan.sources[s]), default=0.0)
         drain[s] = max((drain[q] + costs[q].i for q in plan.sources[s]), default=0.0)
     beyond = [0.0] * plan.depth
-    if plan.schedule in BIDIRECTIONAL and not any(again):
+    if plan.alternates and not any(again):
         for s in reversed(range(plan.depth)):
             later = (beyond[q] + costs[q].f + costs[q].i for q in plan.sinks[s])
             beyond[s] = max(later, default=0.0)
@@ -189,9 +189,7 @@ def least(plan: Plan, costs: Costs) -> float:
             for rank in group:
                 times = share + (direction < more)
                 loads[rank] += times * (costs[s].seconds + beyond[s])
-                loads[rank] += (
-                    max(times - (plan.recompute_by_stage[s] == "except_last"), 0) * again[s]
-                )
+                loads[rank] += max(times - (plan.activations[s].spares_last), 0) * again[s]
                 begins[rank] = min(begins[rank], fill[s])
                 # A deferred weight gradient may well be the last action of a rank.
                 ends[rank] = min(ends[rank], 0.0 if plan.split else drain[s])
@@ -341,7 +339,7 @@ class _Build:
         self.patience = patience
         counted = None if memory is None else costs
         pairs = zip(shares(plan, counted), recomputed(plan, counted), strict=True)
-        offloaded = bool(plan.offloaded_to("activations")) and not split
+        offloaded = bool(plan.activations[0].offload) and not split
         self.ranks = [
             _Rank(_budgets(r, *pair, samples, memory, offloaded)) for r, pair in enumerate(pairs)
         ]

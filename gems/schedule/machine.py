@@ -32,7 +32,7 @@ class InFlight:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.frees_gradients = plan.frees_gradients
+        self.frees_gradients = plan.residency[0].frees_gradients
         self.actions: list[Action] = []
         self.computed = False  # since the store in flight began
 
@@ -48,8 +48,7 @@ class InFlight:
         if begun.kind is Kind.STORE:
             return action.kind in OFFLOADS or (action.computes and self.computed)
         if begun.kind is Kind.LOAD:
-            same = (action.stage, action.micro_batch) == (begun.stage, begun.micro_batch)
-            return same and action.computes
+            return action.unit == begun.unit and action.computes
         if action.kind is Kind.OPTIMIZER_STEP:
             return True
         reduces = action.kind is begun.kind is Kind.ALL_REDUCE
@@ -116,7 +115,9 @@ class Collectives:
 def _takes_others(action: Action, plan: Plan) -> bool:
     """Whether it is collective: offloaded weights each rank fetches for itself, unless they are
     sharded as well."""
-    return action.kind in COLLECTIVES and (action.kind is not Kind.UNSHARD or plan.zero == 3)
+    return action.kind in COLLECTIVES and (
+        action.kind is not Kind.UNSHARD or plan.residency[action.stage].shards_weights
+    )
 
 
 class Transition(NamedTuple):
@@ -216,7 +217,8 @@ class ScheduleMachine:
     def _holds(self, rank: int, result: Result, action: Action) -> bool:
         if result.stage == action.stage:
             return result in self.known[rank]
-        message = Message(result.what, result.stage, action.stage, result.micro_batch)
+        what, stage, micro_batch, part = result
+        message = Message(what, stage, action.stage, micro_batch, part)
         for other in self.plan.spatial_group_for(result.stage, result.micro_batch):
             if other == rank or not self.lowered:
                 if result not in self.known[other]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import combinations, product
 
 from gems.errors import ScheduleError, problems
-from gems.plans.plan import ASYNCHRONOUS, BATCHES, Plan
-from gems.schedule.action import COLLECTIVES, OF_STAGE, Action, Kind, Message, Schedule
+from gems.plans.fields import BATCHES
+from gems.plans.plan import Plan
+from gems.schedule.action import COLLECTIVES, OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.async_window import batch_of
 from gems.schedule.dependencies import Result, results
 from gems.schedule.machine import ScheduleMachine
@@ -28,7 +29,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found = [*_wrong_work(schedule, plan)]
     if any(action.way for _, action in schedule):
         found += _wrong_messages(schedule, plan)
-    asynchronous = given.schedule == ASYNCHRONOUS
+    asynchronous = given.asynchronous
     found += (_wrong_updates if asynchronous else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
@@ -66,19 +67,37 @@ def _wrong_work(schedule: Schedule, plan: Plan) -> Iterator[str]:
             yield f"rank {rank}: {action} belongs on {_ranks(group)}"
         on_rank = group[0] if len(group) == 1 else rank
         seen.update((result, on_rank) for result in results(action))
-    for stage, i, what in product(range(plan.depth), range(plan.total), WORK):
+    units, mixed = _units(schedule, plan)
+    yield from (f"micro-batch {i} is run both as a whole and in parts" for i in mixed)
+    for stage, (i, part), what in product(range(plan.depth), units, WORK):
         group = plan.spatial_group_for(stage, i)
         for rank in group:
-            times = seen[Result(what, stage, i), rank]
+            times = seen[Result(what, stage, i, part), rank]
             on = f" on rank {rank}" if len(group) > 1 else ""
             if what == "activations" and not plan.recomputes(stage, i):
                 if times:
-                    again = Action(Kind.RECOMPUTE, stage, i, plan.replica_of(i))
+                    again = Action(Kind.RECOMPUTE, stage, i, plan.replica_of(i), part=part)
                     yield f"{again}{on} has nothing to do: by the plan, stage {stage} keeps it all"
             elif times != 1:
                 verb = "are" if what == "activations" else "is"
-                which = f"stage {stage}, micro-batch {i}"
+                which = f"stage {stage}, {_unit(i, part)}"
                 yield f"the {what} of {which} {verb} computed {times} times{on}"
+
+
+def _units(schedule: Schedule, plan: Plan) -> tuple[list[tuple[int, int]], list[int]]:
+    """Every micro-batch, or each part of it from 0 to the highest that is scheduled; and those that
+    are scheduled both ways."""
+    parts: dict[int, set[int]] = {i: set() for i in range(plan.total)}
+    for _, action in schedule:
+        if action.kind not in OF_STAGE and action.micro_batch in parts:
+            parts[action.micro_batch].add(action.part)
+    last = {i: max(found, default=WHOLE) for i, found in parts.items()}
+    units = [(i, p) for i, n in last.items() for p in (range(n + 1) if n > WHOLE else (WHOLE,))]
+    return units, [i for i, n in last.items() if n > WHOLE and WHOLE in parts[i]]
+
+
+def _unit(micro_batch: int, part: int) -> str:
+    return f"micro-batch {micro_batch}" + (f", part {part}" if part != WHOLE else "")
 
 
 def _ranks(group: tuple[int, ...]) -> str:
@@ -87,7 +106,7 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Every message once on both ends and, because links are FIFO, in one order per link."""
-    wanted = _messages(plan)
+    wanted = _messages(schedule, plan)
     for way, verb in ((">", "sent"), ("<", "received")):
         due = {(m, r) for m, ends in wanted.items() for r in ends[way]}
         moved = Counter((a.message, rank) for rank, a in schedule if a.way == way)
@@ -112,16 +131,17 @@ def _wrong_messages(schedule: Schedule, plan: Plan) -> Iterator[str]:
 Ends = dict[str, tuple[int, ...]]  # the ranks that send (`>`) and that receive (`<`)
 
 
-def _messages(plan: Plan) -> dict[Message, Ends]:
+def _messages(schedule: Schedule, plan: Plan) -> dict[Message, Ends]:
     """What must travel in one step, and between which ranks."""
     found: dict[Message, Ends] = {}
-    for i, (a, b) in product(range(plan.total), plan.chain):
+    units, _ = _units(schedule, plan)
+    for (i, part), (a, b) in product(units, plan.chain):
         here, there = plan.spatial_group_for(a, i), plan.spatial_group_for(b, i)
         up = tuple(r for r in here if {r} != set(there))
         down = tuple(r for r in there if {r} != set(here))
         if up:
-            found[Message("output", a, b, i)] = {">": up, "<": down}
-            found[Message("gradient", b, a, i)] = {">": down, "<": up}
+            found[Message("output", a, b, i, part)] = {">": up, "<": down}
+            found[Message("gradient", b, a, i, part)] = {">": down, "<": up}
     return found
 
 
@@ -142,8 +162,8 @@ def _links(
 
 
 def _name(message: Message) -> str:
-    what, source, target, i = message
-    return f"the {what} of stage {source} for stage {target}, micro-batch {i}"
+    what, source, target, i, part = message
+    return f"the {what} of stage {source} for stage {target}, {_unit(i, part)}"
 
 
 def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
@@ -165,7 +185,7 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: compare the first rank of each.
-    kinds = COLLECTIVES if plan.zero == 3 else (Kind.ALL_REDUCE,)  # else each fetches its own
+    kinds = COLLECTIVES if plan.residency[0].shards_weights else (Kind.ALL_REDUCE,)
     orders = [tuple(a for a in row if a.kind in kinds) for row in schedule.ranks]
     firsts = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(firsts.items(), key=lambda kv: kv[1]), 2):
@@ -216,7 +236,7 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
         here: set[int] = set()
         for step, action in enumerate(row):
             s = action.stage
-            shared = s < plan.depth and plan.gathers(s)
+            shared = s < plan.depth and plan.residency[s].unsharded_on_demand
             at = f"rank {rank}, step {step}: {action}"
             if action.kind in (Kind.UNSHARD, Kind.RESHARD):
                 if not shared or s not in plan.stages_on[rank]:
@@ -237,12 +257,12 @@ def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
 def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """Offloaded activations are stored once, after forward, and loaded once, before their use."""
     for rank, row in enumerate(schedule.ranks):
-        state: dict[tuple[int, int], str] = {}
+        state: dict[tuple[int, int, int], str] = {}
         for step, action in enumerate(row):
-            key, at = (action.stage, action.micro_batch), f"rank {rank}, step {step}: {action}"
+            key, at = action.unit, f"rank {rank}, step {step}: {action}"
             was = state.get(key, "")
             if action.kind is Kind.STORE:
-                if not plan.offloaded_to("activations"):
+                if not plan.activations[0].offload:
                     yield f"{at} has nothing to do: the plan offloads no activations"
                 elif was:
                     yield f"{at}, but it is {was} already"
@@ -313,4 +333,5 @@ def _awaited_action(result: Result, waiting: Action) -> str:
     kinds = {"output": Kind.FORWARD, "activations": Kind.RECOMPUTE, "gradient": back}
     kinds["stored"] = Kind.STORE
     kind = kinds.get(result.what, Kind.WEIGHT)
-    return str(Action(kind, result.stage, result.micro_batch, waiting.replica))
+    unit = result.stage, result.micro_batch
+    return str(Action(kind, *unit, waiting.replica, part=result.part))

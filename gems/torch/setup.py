@@ -21,9 +21,9 @@ from gems.planner.assign import stages, written
 from gems.planner.explain import chosen, explain
 from gems.planner.recompute_selection import fitted
 from gems.planner.search import Wish, search
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
+from gems.plans.residency import resident_bytes
 from gems.predict.stage_costs import price
-from gems.predict.state_bytes import needed, share
 from gems.schedule.action import Kind, Schedule
 from gems.schedule.build import lowered
 from gems.schedule.lower.offload import BETWEEN
@@ -133,7 +133,7 @@ def _reject_misfits(plan: Plan, world: int) -> None:
             f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
             f", but {world} were started; start {plan.world}, or change the plan"
         )
-    if plan.zero and all(len(holders) == 1 for holders in plan.replica_groups):
+    if plan.zero and all(state.replicas == 1 for state in plan.residency):
         raise PlanError(
             f"zero={plan.zero} shares state out among the ranks that hold a stage, and each "
             "stage is on one rank; give the plan data-parallel copies (data=2), or leave it out"
@@ -153,14 +153,14 @@ def _ordered(schedule: Schedule | None, plan: Plan, costs: Costs, memory: float 
     """The plan's own order, or the one that was given, as ranks carry it out; proven."""
     if schedule is None:
         found = lowered(plan, costs, _activation_limit(plan, costs, memory))
-    elif plan.schedule == ASYNCHRONOUS:
+    elif plan.asynchronous:
         raise PlanError("schedule '2bw' repeats its own windows; leave out schedule=...")
     elif any(action.way for _, action in schedule):
         found = require(schedule, plan)
     else:
         one = plan.one_copy()
         found = require(lower(require(recompute(schedule, one), one), plan), plan)
-    wanted = plan.offloaded_to("activations")
+    wanted = plan.activations[0].offload
     if wanted and not any(action.kind is Kind.STORE for _, action in found):
         raise PlanError(
             f"offload='activations:{wanted}' stores activations that wait for their backward while "
@@ -174,11 +174,11 @@ def _activation_limit(plan: Plan, costs: Costs, memory: float | None) -> float |
     """What `memory` leaves for backward on the rank with most weights."""
     if memory is None:
         return None
-    if plan.zero or plan.offloaded_state:
-        shares = [
-            [share(costs[s], plan.zero, plan.shard_count(s), away=plan.offloaded_state) for s in on]
+    if plan.residency[0].sharded or plan.residency[0].offloads:
+        held = (
+            (plan.residency[s].bytes(costs[s].weights, costs[s].gradients) for s in on)
             for on in plan.stages_on
-        ]
-        return memory - max(needed(mine, 2.0) for mine in shares)
+        )
+        return memory - max(resident_bytes(mine, 2.0) for mine in held)
     held = [sum(costs[s].weights for s in on) for on in plan.stages_on]
     return memory - 4 * max(held)

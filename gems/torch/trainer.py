@@ -19,7 +19,7 @@ from gems import hardware as machines
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError
 from gems.model.costs import Costs
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Memory, Timeline, merged
 from gems.schedule.action import Kind, Schedule
@@ -213,7 +213,8 @@ class Trainer:
         self.plan, self.costs, self.schedule = plan, found.costs, found.schedule
         self.leaves = traced.record.leaves
         same_model = fingerprint.of_model(traced, self.model)
-        self.on_disk = any(part.endswith(":disk") for part in plan.offload)
+        state, saved = plan.residency[0], plan.activations[0]
+        self.on_disk = "disk" in (saved.offload, state.weights_offload, state.optimizer_offload)
         if self.offload_folder is not None and not (chosen_here or self.on_disk):
             raise PlanError(
                 f"offload_folder is {str(self.offload_folder)!r}, but this plan puts nothing away "
@@ -227,7 +228,7 @@ class Trainer:
         self.leaves_of_loss = Leaves(self.model)
         self.first_name = traced.record.names
         self.unordered = unordered(plan, self.schedule)
-        free = free_buffers(traced.record, self.model) if plan.schedule != ASYNCHRONOUS else ()
+        free = free_buffers(traced.record, self.model) if not plan.asynchronous else ()
         reject_unordered(self.model, traced, self.owned, self.unordered, free)
         if self.on_disk:
             mmap_large()
@@ -245,7 +246,7 @@ class Trainer:
         self.loss_weights = place(self.loss, self.loss_weights, device)
         self._agree_on_start(same_model, sample)
         self._connect(deferred)
-        self.endless = Run(self) if plan.schedule == ASYNCHRONOUS else None
+        self.endless = Run(self) if plan.asynchronous else None
         if self.on_disk:
             trim()
         self.runner.programs.remember(sample, traced)
@@ -272,7 +273,7 @@ class Trainer:
 
     def _reject_nothing_shared(self) -> None:
         (partitioned,) = self.runner.programs.recordings.values()
-        if self.plan.partition_activations and not partitioned.shared():
+        if self.plan.activations[0].partitioned and not partitioned.shared():
             raise PlanError(
                 "partition_activations shards the inputs that a spatial group saves whole, but all "
                 "that its stages save to recompute from is in tiles already, like the image; "
@@ -304,7 +305,7 @@ class Trainer:
 
     def _put_away_names(self) -> set[str]:
         """Of weights that this rank does not have but while a stage runs."""
-        if not self.plan.offloaded_to("weights"):
+        if not self.plan.residency[0].weights_offload:
             return set()
         trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
         alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
@@ -338,7 +339,7 @@ class Trainer:
         self.weights = self.runner.weights
         self.batches = OneBatch()
         self.adapter = TorchAdapter(self.runner, self.batches)
-        if plan.schedule != ASYNCHRONOUS:
+        if not plan.asynchronous:
             early = self._update_early
             self.engine = Engine(plan, self.schedule, self.adapter, transport, early)
         self.reader = Engine(plan, rows[1], self.adapter, transport)
@@ -346,7 +347,7 @@ class Trainer:
     def _make_runner(self, deferred: DeferredInit) -> StageRunner:
         plan, actions = self.plan, self.schedule.ranks[self.rank]
         split = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes}
-        activation_store = self._store("activations")
+        activation_store = self._store(plan.activations[0].offload)
         weights = RankWeights(
             self.model,
             plan,
@@ -354,7 +355,7 @@ class Trainer:
             self.transport,
             loss_weights=self.loss_weights,
             deferred=deferred,
-            host=self._store("weights"),
+            host=self._store(plan.residency[0].weights_offload),
         )
         weights.needs_norm = self.clip is not None or self.precision == "fp16"
         programs = StagePrograms(
@@ -389,9 +390,9 @@ class Trainer:
         """The holders of what this rank has."""
         return {n: ranks for n, ranks in self.owned.replica_groups.items() if self.rank in ranks}
 
-    def _store(self, what: str) -> Store | None:
+    def _store(self, place: str) -> Store | None:
         """Where something is while it is put away; None if it stays."""
-        if not (place := self.plan.offloaded_to(what)):
+        if not place:
             return None
         self.stores.append(make_store(place, self.device, self.offload_folder))
         return self.stores[-1]
@@ -464,19 +465,19 @@ class Trainer:
         shards = {n for shard in self.weights.shards.values() for n in shard.parameters}
         alone = {n for n, ranks in self.owned.replica_groups.items() if ranks == (self.rank,)}
         reject_rows(optimizer, [n for n in embeddings(self.model) if n in shards or n not in alone])
-        shard_optimizer(optimizer, self.weights.shards.values(), self.plan.zero)
+        shard_optimizer(optimizer, self.weights.shards.values())
         return optimizer
 
     def _make_updates(self) -> StageOptimizer | None:
         """Stage by stage, where something is put away or updates are eager."""
-        late = not self.plan.offloaded_state and self.plan.optimizer_step == "end"
+        late = not self.plan.residency[0].offloads and self.plan.optimizer_step == "end"
         if self.optimizer is None or late:
             return None
         place = self.weights.host
         if place is None:
-            place = self._store("optimizer")
+            place = self._store(self.plan.residency[0].optimizer_offload)
             self.weights.stores += [] if place is None else [place]
-        elif self.plan.offloaded_to("weights") == "host":
+        elif self.plan.residency[0].steps_on_host:
             place = None  # the state comes to be there by itself
         stepped, stages = self._stepped(), self.plan.stages_on[self.rank]
         parts = {s: [stepped[n] for n in self.owned.only(s) if n in stepped] for s in stages}
@@ -505,9 +506,7 @@ class Trainer:
         shards = self.weights.shards.values()
         shared = {name for shard in shards for name in shard.parameters}
         alone = {n: p for n, p in self._named_parameters() if n not in shared}
-        return alone | {
-            n: piece.param for shard in shards for n, piece in shard.param_shards.items()
-        }
+        return alone | {n: x.param for shard in shards for n, x in shard.param_shards.items()}
 
     # --- training -------------------------------------------------------------------------------
 
@@ -583,10 +582,8 @@ class Trainer:
         """A step failed half-way. One rank alone, with all of its state in place, can go on from
         before the step; others cannot know how far their peers came."""
         before.undo(self)
-        alone = (
-            self.transport.world == 1 and self.stage_optimizer is None and not self.weights.shards
-        )
-        if not alone or self.runner.activation_store is not None:
+        whole = self.stage_optimizer is None and not self.weights.shards
+        if self.transport.world > 1 or not whole or self.runner.activation_store is not None:
             self.failed = error
 
     def flush(self) -> Step | None:
@@ -745,14 +742,11 @@ class Trainer:
     def _gather_updated(self) -> None:
         """Each holder has stepped its part of the weights; where all keep them, all get them."""
         shards = [shard for shard in self.weights.shards.values() if 0 < shard.level < 3]
-        pairs = [
-            (m, shard.ranks) for shard in shards if shard.is_unsharded for m in shard.flat_weights
-        ]
+        resident = [shard for shard in shards if shard.is_unsharded]
+        pairs = [(memory, shard.ranks) for shard in resident for memory in shard.flat_weights]
         for handle in [self.transport.all_gather(*pair) for pair in pairs]:
             handle.wait()
-        for shard in (
-            shard for shard in shards if not shard.is_unsharded
-        ):  # put away, one at a time
+        for shard in (x for x in shards if not x.is_unsharded):  # offloaded, one at a time
             for handle in shard.unshard():
                 handle.wait()
             for memory in shard.flat_weights:

@@ -119,7 +119,8 @@ class _Collective:
         shared = self.local.shared
         with shared.changed:
             shared.wait_for(lambda: set(self.ranks) - self.parts.keys(), self.local.rank)
-            return self.finish([self.parts[rank] for rank in self.ranks])
+            finish, self.finish = self.finish, lambda parts: None
+            return finish([self.parts[rank] for rank in self.ranks])
 
 
 def _added(parts: list[Any]) -> Any:

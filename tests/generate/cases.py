@@ -8,7 +8,8 @@ from random import Random
 from typing import Any
 
 from gems.errors import PlanError
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.fields import ASYNCHRONOUS
+from gems.plans.plan import Plan
 from tests.generate.models import Model, draw_model
 from tests.generate.optimizers import OPTIMIZERS, SCHEDULERS, SPARSE
 from tests.generate.plans import Options, draw_plan

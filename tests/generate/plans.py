@@ -6,8 +6,9 @@ from random import Random
 from typing import Any
 
 from gems.errors import PlanError, ScheduleError
+from gems.plans.fields import SCHEDULES
 from gems.plans.offload import WHAT, WHERE
-from gems.plans.plan import SCHEDULES, Plan
+from gems.plans.plan import Plan
 from gems.schedule.action import Kind
 from gems.schedule.build import lowered
 
@@ -96,6 +97,6 @@ def _valid(options: Options, ranks: int) -> bool:
         order = lowered(plan)
     except (PlanError, ScheduleError):
         return False
-    if plan.offloaded_to("activations") and not any(a.kind is Kind.STORE for _, a in order):
+    if plan.activations[0].offload and not any(a.kind is Kind.STORE for _, a in order):
         return False  # nothing waits long enough
     return not (plan.zero and all(len(holders) == 1 for holders in plan.replica_groups))

@@ -17,7 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.errors import LossError, PlanError, ShapeError, TraceError
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.fields import ASYNCHRONOUS
+from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.threads import Hung, run
 from tests.exact import Recordings, part, samples_in
@@ -154,7 +155,7 @@ def _step(case: Case, trainer: Any, model: Net, plan: Plan, step: int, found: Ou
     samples, dtype = case.batches[step], dtype_of(case)
     inputs, targets = batch(model, samples, step, dtype)
     given = trainer.step(inputs, targets)
-    endless = plan.schedule == ASYNCHRONOUS
+    endless = plan.asynchronous
     if not endless or given.updated:  # else the loss is that of no batch
         found.losses.append(given.loss)
         found.updated.append(given.updated)
@@ -193,7 +194,7 @@ def alone(case: Case) -> Case:
         if not options:
             return {}
         plan = Plan(**options)
-        schedule = ASYNCHRONOUS if plan.schedule == ASYNCHRONOUS else "sequential"
+        schedule = ASYNCHRONOUS if plan.asynchronous else "sequential"
         return {"stages": 1, "micro_batches": plan.total, "schedule": schedule}
 
     return replace(case, plan=one(case.plan), other=one(case.other))

@@ -238,11 +238,11 @@ def _track(
         caption(LEFT - 12, top + 32, f"most {lines[values.index(max(values))]}", 10, SOFT, "end"),
     ]
     drawn += [rect(left, top, right - left, TRACK, FLOOR) for left, right in bands]
-    for cell, value, told, (left, right) in zip(
+    for cell, value, label, (left, right) in zip(
         partition.cells, values, lines, places, strict=True
     ):
         high = TRACK * value / most
-        tip = f"{cell.name}: {told}"
+        tip = f"{cell.name}: {label}"
         inner = right - left - 1.5
         drawn.append(box(left + 0.75, top + TRACK - high, inner, high, _colour(cell.stage), tip))
     return drawn

@@ -122,6 +122,6 @@ def _received(send: Action) -> Action:
     return replace(send, stage=send.peer, peer=send.stage, way="<")
 
 
-def _use(action: Action) -> tuple[int, int, bool]:
+def _use(action: Action) -> tuple[tuple[int, int, int], bool]:
     """What a received message and the compute action that reads it have in common."""
-    return action.stage, action.micro_batch, action.kind is Kind.FORWARD
+    return action.unit, action.kind is Kind.FORWARD

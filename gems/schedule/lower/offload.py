@@ -27,7 +27,7 @@ READS = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 
 def offload(schedule: Schedule, plan: Plan) -> Schedule:
     """Store what waits long enough for its backward, if the plan offloads activations."""
-    if not plan.offloaded_to("activations") or any(a.kind is Kind.STORE for _, a in schedule):
+    if not plan.activations[0].offload or any(a.kind is Kind.STORE for _, a in schedule):
         return schedule
     return Schedule(tuple(_stored(row, plan) for row in schedule.ranks))
 
@@ -35,16 +35,16 @@ def offload(schedule: Schedule, plan: Plan) -> Schedule:
 def _stored(row: Sequence[Action], plan: Plan) -> tuple[Action, ...]:
     """One rank's actions, with S and L."""
     works = [at for at, action in enumerate(row) if action.computes]
-    begun: dict[tuple[int, int], int] = {}  # the number of the forward among them
+    begun: dict[tuple[int, int, int], int] = {}  # the number of the forward among them
     before, after = defaultdict(list), defaultdict(list)
     for number, at in enumerate(works):
         action = row[at]
-        key = action.stage, action.micro_batch
+        key = action.unit
         if action.kind is Kind.FORWARD:
             begun[key] = number
         elif action.kind in READS and key in begun:
             forward = begun.pop(key)  # of R and B, the first
-            if number - forward > BETWEEN and _saves(*key, plan):
+            if number - forward > BETWEEN and _saves(*key[:2], plan):
                 after[_sent(row, works[forward])].append(replace(action, kind=Kind.STORE))
                 before[works[number - 1]].append(replace(action, kind=Kind.LOAD))
     return tuple(a for at, b in enumerate(row) for a in (*before[at], b, *after[at]))
@@ -52,16 +52,15 @@ def _stored(row: Sequence[Action], plan: Plan) -> tuple[Action, ...]:
 
 def _saves(stage: int, micro_batch: int, plan: Plan) -> bool:
     """Whether anything is saved: what is recomputed from the model's own inputs saves nothing."""
-    again = plan.recomputes(stage, micro_batch) or bool(plan.streams[stage])
+    again = plan.recomputes(stage, micro_batch) or bool(plan.activations[stage].patches)
     return not again or bool(plan.sources[stage])
 
 
 def _sent(row: Sequence[Action], forward: int) -> int:
     """Where the last message of a forward is, or the forward itself."""
     at, last = forward + 1, forward
-    stage, micro_batch = row[forward].stage, row[forward].micro_batch
     while at < len(row) and not row[at].computes:
-        if row[at].way == ">" and (row[at].stage, row[at].micro_batch) == (stage, micro_batch):
+        if row[at].way == ">" and row[at].unit == row[forward].unit:
             last = at
         at += 1
     return last

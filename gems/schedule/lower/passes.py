@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
 from gems.schedule.action import Kind, Schedule
 from gems.schedule.async_window import update
 from gems.schedule.lower.copies import copies
@@ -19,7 +19,7 @@ def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
 
     The plan may stand for so many times `more` copies on further ranks.
     """
-    if plan.schedule == ASYNCHRONOUS:
+    if plan.asynchronous:
         run = plan.unrolled
         return update(communicate(copies(recompute(schedule, run), run), run), plan)
     order = copies(recompute(schedule, plan), plan)

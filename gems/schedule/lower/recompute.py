@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gems.plans.plan import Plan
-from gems.plans.recompute import WHOLE_STAGE
 from gems.schedule.action import Action, Kind, Schedule
 
 
@@ -15,16 +14,16 @@ def recompute(schedule: Schedule, plan: Plan) -> Schedule:
     Backward waits for a gradient and R does not, so it runs while the rank waits; and from R on,
     not before, the micro-batch takes up the memory of its activations.
     """
-    if not any(entry in WHOLE_STAGE for entry in plan.recompute_by_stage):
+    if not any(policy.whole_stage for policy in plan.activations):
         return schedule
     rows = []
     for row in schedule.ranks:
-        there = {(a.stage, a.micro_batch) for a in row if a.kind is Kind.RECOMPUTE}
+        there = {a.unit for a in row if a.kind is Kind.RECOMPUTE}
         new: list[Action] = []
         for action in row:
             backward = action.computes and action.kind in (Kind.BACKWARD, Kind.INPUT)
-            at = (action.stage, action.micro_batch)
-            if backward and at not in there and plan.recomputes(*at):
+            recomputes = backward and plan.recomputes(action.stage, action.micro_batch)
+            if recomputes and action.unit not in there:
                 new.append(replace(action, kind=Kind.RECOMPUTE))
             new.append(action)
         rows.append(tuple(new))

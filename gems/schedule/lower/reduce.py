@@ -32,7 +32,7 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
         soonest = len(row) - 1 if plan.grad_sync == "end" else 0
         for stage in (s for s in in_order if s in plan.stages_on[rank]):
             soonest = max(soonest, last.get(stage, 0))
-            if plan.frees_gradients or plan.optimizer_step == "eager":
+            if plan.residency[stage].frees_gradients or plan.optimizer_step == "eager":
                 # What follows waits for this one, so no rank may come to it long before others.
                 soonest = max(soonest, bisect_right(done[rank], finished[stage]) - 1)
             after[soonest].append(Action(Kind.ALL_REDUCE, stage))

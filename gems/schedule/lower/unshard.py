@@ -15,14 +15,14 @@ def unshard(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
     A run ends where a rank of the stage goes on to another stage. Unsharding begins one compute
     action early, and overlaps with it: at most two stages are whole at once.
     """
-    if plan.zero < 3 and "weights" not in plan.offloaded_state:
+    residency = plan.residency_over(more)
+    shared = {s for s, state in enumerate(residency) if state.unsharded_on_demand}
+    if not shared:
         return schedule
-    depth = range(plan.depth)
-    shared = {s for s in depth if plan.gathers(s) or (plan.zero == 3 and more > 1)}
     common = _starts(schedule, shared)
     rows = []
     for row in schedule.ranks:
-        starts = common if plan.zero == 3 else _starts(Schedule((row,)), shared)
+        starts = common if residency[0].shards_weights else _starts(Schedule((row,)), shared)
         count, before, after = Counter(), defaultdict(list), defaultdict(list)
         last: tuple[int, int] = (-1, -1)  # where the compute action before was, and its stage
         latest: dict[int, int] = {}

@@ -16,6 +16,7 @@ write it for others, and read ours from the manifest. The data files are read wi
 from __future__ import annotations
 
 import dataclasses
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from gems.errors import CheckpointError, short
 from gems.torch.agree import together
@@ -157,9 +159,8 @@ class _Reader(FileSystemReader):
     thousand times the bytes that the manifest allows."""
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        found = super()._slice_file(file, sinfo)
         try:
-            with zipfile.ZipFile(found) as members:
+            with zipfile.ZipFile(_View(file, sinfo.offset, sinfo.length)) as members:
                 sizes = [(x.compress_type, x.file_size) for x in members.infolist()]
         except zipfile.BadZipFile:
             sizes = []
@@ -169,8 +170,17 @@ class _Reader(FileSystemReader):
                 f"the tensor at byte {sinfo.offset} of {sinfo.relative_path} is not stored as "
                 f"torch stores it, uncompressed; {REMEDY}"
             )
-        found.seek(0)
-        return found
+        return super()._slice_file(file, sinfo)
+
+
+class _View(_ReaderView):
+    """A part of a file. torch's own counts from the end in the wrong direction."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = self.len + offset, os.SEEK_SET
+        super().seek(offset, whence)
+        return self.tell()
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gems.errors import CheckpointError, problems
 from gems.torch.checkpoint.manifest import TensorEntry
+from gems.torch.checkpoint.training_state import TrainingState
 from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of
 from gems.torch.state.optimizer_state import type_name
 from gems.transport.encoding import sendable
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, TensorEntry]
@@ -43,7 +41,7 @@ class Mismatch:
 sendable(Mismatch)
 
 
-def mismatch(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Mismatch:
+def mismatch(trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors) -> Mismatch:
     """As this rank sees it: it knows the groups of its own weights only."""
     training = _of_training(trainer, plain, tensors)
     return Mismatch(tuple(_of_weights(trainer, tensors)), tuple(training))
@@ -57,7 +55,7 @@ def merged(found: Sequence[Mismatch]) -> Mismatch:
     )
 
 
-def _of_weights(trainer: Trainer, tensors: Tensors) -> Iterator[str]:
+def _of_weights(trainer: TrainingState, tensors: Tensors) -> Iterator[str]:
     weights, expected = weights_of(trainer), model_keys(trainer)
     for key, name in (expected | buffer_keys(trainer)).items():
         label, form = key.partition(".")[2], _form(weights[name])
@@ -76,7 +74,7 @@ def _form(tensor: Tensor | TensorEntry) -> str:
     return f"{'×'.join(map(str, tensor.shape)) or 'one number'} of {dtype}"
 
 
-def _of_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> list[str]:
+def _of_training(trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors) -> list[str]:
     """A trainer without an optimizer only predicts: it loads the weights of any checkpoint."""
     if trainer.optimizer is None:
         return []
@@ -91,7 +89,7 @@ def _of_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -
     return found or _of_groups(trainer, plain["names"], tensors)
 
 
-def _of_groups(trainer: Trainer, saved: list[list[str]], tensors: Tensors) -> list[str]:
+def _of_groups(trainer: TrainingState, saved: list[list[str]], tensors: Tensors) -> list[str]:
     assert trainer.optimizer is not None
     groups = trainer.optimizer.param_groups
     if len(groups) != len(saved):

@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gems.torch.checkpoint.json_values import decode, references
 from gems.torch.checkpoint.manifest import TensorEntry
 from gems.torch.checkpoint.rng_state import restore_rng
+from gems.torch.checkpoint.training_state import TrainingState
 from gems.torch.checkpoint.weight_keys import loadable, weights_of
 from gems.torch.state.full_state_dict import set_extra_state
 from gems.torch.state.optimizer_state import NamedState, load_named_state, load_param_state
 from gems.torch.state.sharded_optimizer import shard_state
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Trainer
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -39,7 +37,7 @@ class LoadPlan:
 
 
 def load_plan(
-    trainer: Trainer, plain: Plain, tensors: Mapping[str, TensorEntry], *, training: bool
+    trainer: TrainingState, plain: Plain, tensors: Mapping[str, TensorEntry], *, training: bool
 ) -> LoadPlan:
     weights = loadable(trainer, tensors)
     keys = {*weights, *references(plain["extra"]), *references(plain["modules"])}
@@ -55,7 +53,7 @@ def load_plan(
     return LoadPlan(weights, keys, training, by_stage, set().union(*stages.values()))
 
 
-def _offloaded(trainer: Trainer) -> dict[int, set[str]]:
+def _offloaded(trainer: TrainingState) -> dict[int, set[str]]:
     """For each stage with a host copy or offloaded optimizer state, the names of its weights."""
     shards, steps = trainer.weights.shards, trainer.stage_optimizer
     found = {s: set(shard.parameters) for s, shard in shards.items() if shard.has_host_copy}
@@ -67,7 +65,7 @@ def _offloaded(trainer: Trainer) -> dict[int, set[str]]:
     return found
 
 
-def _training_keys(trainer: Trainer, plain: Plain, names: set[str]) -> Iterable[str]:
+def _training_keys(trainer: TrainingState, plain: Plain, names: set[str]) -> Iterable[str]:
     yield from references(plain["optimizer"])
     yield from references(plain["scheduler"])
     yield from references(own_random(trainer, plain))
@@ -77,18 +75,18 @@ def _training_keys(trainer: Trainer, plain: Plain, names: set[str]) -> Iterable[
         yield from references(_saved_older(trainer, plain).get(name))
 
 
-def _saved_older(trainer: Trainer, plain: Plain) -> Mapping[str, Any]:
+def _saved_older(trainer: TrainingState, plain: Plain) -> Mapping[str, Any]:
     """The older weight version, which only a trainer with two versions saves and loads."""
     return plain.get("older", {}) if trainer.endless is not None else {}
 
 
-def own_random(trainer: Trainer, plain: Plain) -> Any:
+def own_random(trainer: TrainingState, plain: Plain) -> Any:
     """This rank's generators; rank 0's, if the number of ranks has changed."""
     same = plain["world"] == trainer.transport.world
     return plain["random"].get(str(trainer.rank) if same else "0", plain["random"]["0"])
 
 
-def _own_gradients(trainer: Trainer, plain: Plain) -> dict[str, list[Any]]:
+def _own_gradients(trainer: TrainingState, plain: Plain) -> dict[str, list[Any]]:
     """The accumulated gradients that this rank loads: its own, if replica groups are as large as
     they were, so that sums come out in the same order; else the first rank of a group loads all."""
     parts: dict[str, dict[int, Any]] = {}
@@ -109,7 +107,7 @@ def _own_gradients(trainer: Trainer, plain: Plain) -> dict[str, list[Any]]:
     return found
 
 
-def restore(trainer: Trainer, plain: Plain, plan: LoadPlan, tensors: Tensors) -> Any:
+def restore(trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tensors) -> Any:
     """Load all that is not offloaded. Returns the user's `extra`."""
     weights = weights_of(trainer)
     with torch.no_grad():
@@ -133,7 +131,7 @@ def restore(trainer: Trainer, plain: Plain, plan: LoadPlan, tensors: Tensors) ->
 
 
 def restore_stage(
-    trainer: Trainer, plain: Plain, plan: LoadPlan, stage: int, tensors: Tensors
+    trainer: TrainingState, plain: Plain, plan: LoadPlan, stage: int, tensors: Tensors
 ) -> None:
     """Load what is offloaded of one stage, after all the rest."""
     parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
@@ -153,7 +151,9 @@ def restore_stage(
         trainer.stage_optimizer.offload(stage)
 
 
-def _restore_training(trainer: Trainer, plain: Plain, plan: LoadPlan, tensors: Tensors) -> None:
+def _restore_training(
+    trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tensors
+) -> None:
     _restore_optimizer(trainer, plain, plan, tensors)
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(decode(plain["scheduler"]["state"], tensors))
@@ -173,7 +173,9 @@ def _restore_training(trainer: Trainer, plain: Plain, plan: LoadPlan, tensors: T
     restore_rng(decode(own_random(trainer, plain), tensors), trainer.device)
 
 
-def _restore_optimizer(trainer: Trainer, plain: Plain, plan: LoadPlan, tensors: Tensors) -> None:
+def _restore_optimizer(
+    trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tensors
+) -> None:
     assert trainer.optimizer is not None
     parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
     here = set(plan.weights.values()) - plan.offloaded

@@ -19,7 +19,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from gems.errors import CheckpointError, short
 from gems.files import to_json
@@ -42,17 +42,15 @@ from gems.torch.checkpoint.manifest import (
 from gems.torch.checkpoint.mismatch import Mismatch, merged, mismatch
 from gems.torch.checkpoint.restore import load_plan, own_random, restore, restore_stage
 from gems.torch.checkpoint.snapshot import take
+from gems.torch.checkpoint.training_state import TrainingState
 from gems.torch.checkpoint.validate import validate_random, validate_state, validate_training
 from gems.version import __version__
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Trainer
 
 log = logging.getLogger(__name__)
 INDEX = ".metadata"  # DCP's own
 
 
-def save(trainer: Trainer, path: str | Path, extra: Any = None, keep: int = 0) -> Path:
+def save(trainer: TrainingState, path: str | Path, extra: Any = None, keep: int = 0) -> Path:
     """Write a checkpoint; all ranks call it. See Trainer.save."""
     target, transport = Path(path).absolute(), trainer.transport
     doing = f"writing the checkpoint {target}"
@@ -131,7 +129,7 @@ def _wrote(entry: TensorEntry, rank: int) -> bool:
 
 def _finish(
     draft: AtomicFolder,
-    trainer: Trainer,
+    trainer: TrainingState,
     plain: Mapping[str, Any],
     tensors: dict[str, TensorEntry],
     files: dict[str, File],
@@ -147,7 +145,7 @@ def _finish(
     draft.publish()
 
 
-def load(trainer: Trainer, path: str | Path, strict: bool = True) -> Any:
+def load(trainer: TrainingState, path: str | Path, strict: bool = True) -> Any:
     """Go on from a checkpoint; all ranks call it. See Trainer.load."""
     path, transport = Path(path).absolute(), trainer.transport
     doing = f"loading the checkpoint {path}"

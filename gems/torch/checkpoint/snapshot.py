@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,6 +27,7 @@ from gems.errors import CheckpointError
 from gems.torch.agree import together
 from gems.torch.checkpoint.json_values import encode, same
 from gems.torch.checkpoint.rng_state import rng_states
+from gems.torch.checkpoint.training_state import TrainingState
 from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of, writers
 from gems.torch.offload.optimizer import OffloadedState
 from gems.torch.state.optimizer_state import named_state, type_name
@@ -34,9 +35,6 @@ from gems.torch.state.param_shards import StageShard
 from gems.torch.state.released import form_of
 from gems.torch.state.sharded_optimizer import full_state
 from gems.torch.state.sparse_gradients import dense
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
 
@@ -50,7 +48,7 @@ class Snapshot:
     plain: dict[str, Any] = field(default_factory=dict)
     offloaded: dict[str, str] = field(default_factory=dict)  # keys of offloaded weights
 
-    def present(self, trainer: Trainer) -> dict[str, Callable[[], Tensor]]:
+    def present(self, trainer: TrainingState) -> dict[str, Callable[[], Tensor]]:
         """How to get those of the tensors that are offloaded."""
         found = {key: partial(trainer.weights.copy, name) for key, name in self.offloaded.items()}
         if (states := _offloaded_state(trainer)) is not None:
@@ -60,7 +58,7 @@ class Snapshot:
         return found
 
 
-def take(trainer: Trainer, extra: Any) -> Snapshot:
+def take(trainer: TrainingState, extra: Any) -> Snapshot:
     """What this rank writes, and what all of them know. All ranks call it."""
     taken = Snapshot()
     full = _full_state(trainer)
@@ -83,17 +81,17 @@ def take(trainer: Trainer, extra: Any) -> Snapshot:
     return taken
 
 
-def _offloaded_state(trainer: Trainer) -> OffloadedState | None:
+def _offloaded_state(trainer: TrainingState) -> OffloadedState | None:
     return trainer.stage_optimizer and trainer.stage_optimizer.offloaded
 
 
-def _sharded(trainer: Trainer) -> list[StageShard]:
+def _sharded(trainer: TrainingState) -> list[StageShard]:
     return [shard for shard in trainer.weights.shards.values() if shard.level]
 
 
-def _full_state(trainer: Trainer) -> dict[str, Any]:
+def _full_state(trainer: TrainingState) -> dict[str, Any]:
     """The optimizer state of sharded parameters, of those that this rank writes."""
-    if trainer.optimizer is None or not trainer.plan.zero:
+    if trainer.optimizer is None or not trainer.plan.residency[0].sharded:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
     states = _offloaded_state(trainer)
@@ -102,7 +100,7 @@ def _full_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _own_part(
-    trainer: Trainer, taken: Snapshot, extra: Any, full: Mapping[str, Any]
+    trainer: TrainingState, taken: Snapshot, extra: Any, full: Mapping[str, Any]
 ) -> dict[str, Any]:
     tensors, rank = taken.tensors, trainer.rank
     mine = {name for name, writer in writers(trainer).items() if writer == rank}
@@ -141,7 +139,7 @@ def _own_part(
     return part
 
 
-def _take_weights(trainer: Trainer, taken: Snapshot, mine: set[str]) -> None:
+def _take_weights(trainer: TrainingState, taken: Snapshot, mine: set[str]) -> None:
     weights, first = weights_of(trainer), dict[str, str]()
     for key, name in (model_keys(trainer) | buffer_keys(trainer)).items():
         if name in first:
@@ -159,7 +157,7 @@ def _forms(state: Any) -> Any:
     return pytree.tree_map(lambda x: form_of(x) if isinstance(x, Tensor) else x, state)
 
 
-def _shared(trainer: Trainer, extra: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _shared(trainer: TrainingState, extra: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     scheduler, scale = trainer.scheduler, trainer.scale
     return {
         "steps": trainer.steps,
@@ -179,7 +177,7 @@ def _shared(trainer: Trainer, extra: Any, tensors: dict[str, Tensor]) -> dict[st
     }
 
 
-def _gradients(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _gradients(trainer: TrainingState, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """This rank's accumulated gradients, by weight and index in its replica group."""
     found: dict[str, Any] = {}
     if not trainer.window:
@@ -191,7 +189,7 @@ def _gradients(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _older(trainer: Trainer) -> dict[str, Tensor]:
+def _older(trainer: TrainingState) -> dict[str, Tensor]:
     """The version before the newest, of the weights that this rank has."""
     if trainer.endless is None:
         return {}
@@ -199,13 +197,13 @@ def _older(trainer: Trainer) -> dict[str, Tensor]:
     return {name: older[p] for name, p in trainer._named_parameters() if p in older}
 
 
-def _modules(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _modules(trainer: TrainingState, tensors: dict[str, Tensor]) -> dict[str, Any]:
     mine = [label for label, rank in trainer.extra_state_owners.items() if rank == trainer.rank]
     state = trainer.model.state_dict(keep_vars=True) if mine else {}
     return {label: encode(state[label], f"modules.{label}", tensors) for label in mine}
 
 
-def _random(trainer: Trainer, parts: list[dict[str, Any]], taken: Snapshot) -> dict[str, Any]:
+def _random(trainer: TrainingState, parts: list[dict[str, Any]], taken: Snapshot) -> dict[str, Any]:
     """States of generators by rank: rank 0's, and those that differ from them."""
     found: dict[str, Any] = {}
     digests = [_digest(part["random"]) for part in parts]

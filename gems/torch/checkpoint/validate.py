@@ -7,7 +7,7 @@ take, and `validate_random` at states of generators, which only generators can j
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,9 @@ from gems.errors import CheckpointError, problems, short
 from gems.torch.checkpoint.json_values import DECODE, references
 from gems.torch.checkpoint.manifest import DTYPES, REMEDY, TensorEntry
 from gems.torch.checkpoint.rng_state import validate_rng
-from gems.torch.checkpoint.weight_keys import loadable
+from gems.torch.checkpoint.training_state import TrainingState
+from gems.torch.checkpoint.weight_keys import loadable, weights_of
 from gems.torch.state.sharded_optimizer import ELEMENTWISE
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, TensorEntry]
@@ -169,7 +167,7 @@ def _is_key(x: Any) -> bool:
 # --- as this trainer takes it ---------------------------------------------------------------------
 
 
-def validate_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> None:
+def validate_training(trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors) -> None:
     """Raise unless options, states and gradients are like those that this trainer has."""
     _reject(
         [
@@ -180,7 +178,9 @@ def validate_training(trainer: Trainer, plain: Mapping[str, Any], tensors: Tenso
     )
 
 
-def _wrong_groups(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+def _wrong_groups(
+    trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors
+) -> Iterator[str]:
     assert trainer.optimizer is not None
     held, saved = trainer.optimizer.param_groups, plain["optimizer"]["groups"]
     for i, (here, there) in enumerate(zip(held, saved, strict=True)):
@@ -197,7 +197,9 @@ def _wrong_groups(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) 
             yield f"group {i} of the optimizer lists parameters"
 
 
-def _wrong_scheduler(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+def _wrong_scheduler(
+    trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors
+) -> Iterator[str]:
     if (scheduler := trainer.scheduler) is None:
         return
     here = scheduler.state_dict()
@@ -236,9 +238,12 @@ def _alike(here: Any, saved: Any, tensors: Tensors, *, finite: bool) -> bool:
     return isinstance(here, str) == isinstance(saved, str)
 
 
-def _wrong_states(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+def _wrong_states(
+    trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors
+) -> Iterator[str]:
     """Optimizer state, gradients and older weights that are not like the weights they belong to."""
-    weights = {name: tensors[key] for key, name in loadable(trainer, tensors).items()}
+    every = weights_of(trainer)
+    weights = {name: every[name] for name in loadable(trainer, tensors).values()}
     if plain["optimizer"]["kind"] in {kind.__name__ for kind in ELEMENTWISE}:  # others may differ
         for name, state in plain["state"].items():
             for key, x in state.items() if name in weights else ():
@@ -253,12 +258,13 @@ def _wrong_states(trainer: Trainer, plain: Mapping[str, Any], tensors: Tensors) 
             yield f"{short(key, 80)} is not of the shape and type of the weight"
 
 
-def _fits(spelled: Any, weight: TensorEntry, tensors: Tensors) -> bool:
+def _fits(spelled: Any, weight: Tensor, tensors: Tensors) -> bool:
     """Whether an encoded value is a tensor like a weight: of real or complex numbers, as it is."""
-    if _shape(spelled, tensors) != weight.shape:
+    if _shape(spelled, tensors) != tuple(weight.shape):
         return False
-    kinds = [DTYPES.get(x.dtype) for x in (tensors[spelled["$tensor"]], weight)]
-    return len({kind and (kind.is_floating_point, kind.is_complex) for kind in kinds}) == 1
+    dtype = DTYPES.get(tensors[spelled["$tensor"]].dtype, torch.bool)
+    kind, own = ((x.is_floating_point, x.is_complex) for x in (dtype, weight.dtype))
+    return kind == own
 
 
 def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:

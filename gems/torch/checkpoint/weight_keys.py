@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from gems.torch.checkpoint.manifest import TensorEntry
+from gems.torch.checkpoint.training_state import TrainingState
 from gems.torch.state.full_state_dict import named_weights
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
 
 
-def model_keys(trainer: Trainer) -> dict[str, str]:
+def model_keys(trainer: TrainingState) -> dict[str, str]:
     """`model.<label>` for each weight of the plain state dict, with the weight's first name."""
     labels, extra = trainer.model.state_dict(keep_vars=True), trainer.extra_state_owners
     return {f"model.{label}": trainer.first_name[label] for label in labels if label not in extra}
 
 
-def buffer_keys(trainer: Trainer) -> dict[str, str]:
+def buffer_keys(trainer: TrainingState) -> dict[str, str]:
     """`buffers.<name>` for non-persistent buffers and parameters of the loss."""
     listed = set(model_keys(trainer).values())
     return {f"buffers.{name}": name for name in trainer.owned.replica_groups if name not in listed}
 
 
-def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+def weights_of(trainer: TrainingState) -> dict[str, Tensor]:
     """Every parameter and buffer by every name it has, also the loss's."""
     return named_weights(trainer.model) | trainer.loss_weights
 
 
-def loadable(trainer: Trainer, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+def loadable(trainer: TrainingState, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """The keys of a checkpoint whose tensors this rank loads, with the names of their weights: each
     weight that it has once, if the shape fits."""
     weights, keys = weights_of(trainer), model_keys(trainer) | buffer_keys(trainer)
@@ -47,7 +44,7 @@ def loadable(trainer: Trainer, tensors: Mapping[str, TensorEntry]) -> dict[str, 
     return {key: name for name, key in by_name.items()}
 
 
-def writers(trainer: Trainer) -> dict[str, int]:
+def writers(trainer: TrainingState) -> dict[str, int]:
     """For each weight, the rank of its replica group that writes it; bytes are balanced."""
     weights, load = weights_of(trainer), dict.fromkeys(range(trainer.transport.world), 0)
     found: dict[str, int] = {}

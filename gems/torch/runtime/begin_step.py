@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gems.errors import PlanError
-from gems.plans.plan import ASYNCHRONOUS
 from gems.torch.runtime.microbatch import Batch, signature
 from gems.torch.runtime.microbatch_loss import MicrobatchLoss
 from gems.torch.runtime.running_stats import Statistics
@@ -52,7 +51,7 @@ def begin_step(
         norms = programs.norms(stage, state.partitions[real[0]])
         state.statistics[stage] = Statistics(norms, len(real), 1 / plan.sizes[stage])
     # Otherwise when the first gradient arrives: earlier ones may still occupy the memory.
-    if training and not (plan.frees_gradients or plan.schedule == ASYNCHRONOUS):
+    if training and not (plan.residency[0].frees_gradients or plan.asynchronous):
         for stage in weights.stages:
             state.place_gradients(stage, weights)
     return state

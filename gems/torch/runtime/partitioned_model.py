@@ -19,7 +19,6 @@ from gems.hardware import Machine
 from gems.model.graph import ITEMSIZE, Value, crossings
 from gems.planner.assign import stages_by_name
 from gems.plans.plan import Plan
-from gems.plans.recompute import WHOLE_STAGE
 from gems.predict.recompute_cost import Footprint, entering, footprint, recomputed_blocks, runs
 from gems.schedule.action import Message
 from gems.torch.runtime.codegen import Program
@@ -74,8 +73,10 @@ class PartitionedModel:
             if grid.size > 1:
                 self.laid[stage] = self._lay_out(stage, grid)
                 _log_gathered(stage, grid, self.laid[stage])
-            if self.plan.streams[stage]:
-                self.streamed[stage] = self._lay_out_blocks(stage, self.plan.streams[stage])
+            if self.plan.activations[stage].patches:
+                self.streamed[stage] = self._lay_out_blocks(
+                    stage, self.plan.activations[stage].patches
+                )
 
     # --- stages ---------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class PartitionedModel:
 
     def recomputed_blocks(self, stage: int) -> set[int] | None:
         """The blocks of a stage that are recomputed inside backward, if the plan names them."""
-        names = self.plan.recompute_by_stage[stage]
+        names = self.plan.activations[stage].recompute
         return recomputed_blocks(names, self.trace.graph, self.blocks[stage])
 
     def recomputed_runs(self, stage: int) -> dict[str, int]:
@@ -110,7 +111,7 @@ class PartitionedModel:
         """What all ranks of a team keep as a whole to compute from it again: stages and values."""
         found = []
         for stage, laid in self.laid.items():
-            if self.plan.recompute_by_stage[stage] in WHOLE_STAGE:
+            if self.plan.activations[stage].whole_stage:
                 names = [n for n in self._read(stage) if n not in self.trace.graph.inputs]
             else:
                 groups = runs(self.blocks[stage], self.recomputed_blocks(stage) or ())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gems.hardware import Machine
-from gems.plans.plan import ASYNCHRONOUS, Plan
+from gems.plans.plan import Plan
 from gems.torch.runtime.activation_checkpoint import Again
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
@@ -63,10 +63,8 @@ class StagePrograms:
         self.again = Again()
         self.recordings: Recordings[PartitionedModel] = Recordings()
         self.structure = Structure(model)
-        away = bool(plan.offloaded_to("weights"))
-        self.sharded = {
-            s for s in range(plan.depth) if away or (plan.zero and plan.shard_count(s) > 1)
-        }
+        states = enumerate(plan.residency)
+        self.sharded = {s for s, state in states if state.zero or state.weights_offload}
 
     def autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]
@@ -108,7 +106,7 @@ class StagePrograms:
 
     def free_buffers(self, partitioned: PartitionedModel) -> set[str]:
         """The buffers that replicas can keep equal although each runs some of the samples."""
-        if self.plan.schedule == ASYNCHRONOUS:
+        if self.plan.asynchronous:
             return set()
         record = partitioned.trace.record
         if record.free is None:
@@ -151,7 +149,7 @@ class StagePrograms:
             self.ledger.deferral if stage in self.deferred else None,
             bound.runs if bound else None,
             (self.again, run_of),
-            bound if bound is not None and self.plan.partition_activations else None,
+            bound if bound is not None and self.plan.activations[stage].partitioned else None,
         )
         if twice := [n for c in calls if c.region is not None for n in c.norms]:
             log.info(

@@ -84,8 +84,9 @@ class StageRunner:
         partitioned = state.partitions[i]
         bound = self.programs.bound(partitioned, stage, i)
         state.activation_bytes[stage, i] = 0
+        parts = self.plan.activations[stage].partitioned
         for name, x in received.items():
-            if bound is not None and self.plan.partition_activations and bound.box(name) is None:
+            if bound is not None and parts and bound.box(name) is None:
                 saved.forms[name], x = shard_of(x, bound.team)
             state.activation_bytes[stage, i] += size([x])
             saved.received[name] = x if saved.bundle is None else saved.bundle.pack(x, x._version)

@@ -49,7 +49,7 @@ def _changed_parameters(model: PartitionedModel, sharded: Collection[int]) -> It
     plan = model.plan
     for stage in range(plan.depth):
         alone = plan.schedule == "sequential" or plan.total == 1
-        fits = alone and stage not in sharded and plan.recompute_by_stage[stage] == "never"
+        fits = alone and stage not in sharded and plan.activations[stage].saves_all
         for call in model.calls(stage) if not fits else ():
             for name in call.touches:
                 if name in model.trace.record.parameters:
@@ -64,7 +64,7 @@ def _python_state(model: PartitionedModel, unordered: Collection[int]) -> Iterat
     for path, what in model.trace.record.impure:
         for stage in range(model.plan.depth):
             calls = [call for call in model.calls(stage) if call.module == path]
-            recomputed = model.plan.recompute_by_stage[stage] != "never"
+            recomputed = not model.plan.activations[stage].saves_all
             again = recomputed or any(c.region is not None for c in calls)
             if calls and (stage in unordered or again):
                 why = "is recomputed" if again else "sees the samples on several ranks"

@@ -65,7 +65,7 @@ class RankWeights:
             if deferred is not None:
                 deferred.materialize(self.owned.only(stage))
             mine = {n: p for n in self.owned.only(stage) if (p := self._trainable(n)) is not None}
-            level = self.plan.zero if self.plan.shard_count(stage) > 1 else 0
+            level = self.plan.residency[stage].zero
             if mine and (level or self.host is not None):
                 group = self.plan.replica_groups[stage] if level else (self.rank,)
                 found[stage] = StageShard(mine, group, self.rank, level, self.host)
@@ -171,7 +171,7 @@ class RankWeights:
             weights += shard.weight_bytes
         state = self.optimizer_state()
         away = sum(store.used for store in self.stores)
-        if self.plan.offloaded_to("weights") == "host":  # the optimizer's state is made there
+        if self.plan.residency[0].steps_on_host:  # the optimizer's state is made there
             away, state = away + size(state), []
         here = size([x for x in state if x.is_sparse or x.untyped_storage().nbytes()])
         return Memory(weights=weights, gradients=gradients, optimizer=here, offloaded=away)

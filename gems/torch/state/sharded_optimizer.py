@@ -32,11 +32,11 @@ ELEMENTWISE = {
 }
 
 
-def shard_optimizer(optimizer: Optimizer, shards: Iterable[StageShard], zero: int) -> None:
+def shard_optimizer(optimizer: Optimizer, shards: Iterable[StageShard]) -> None:
     """Let an optimizer of whole parameters step this rank's shards of them instead."""
     kind, shards = type(optimizer), list(shards)
-    sharded = any(shard.level for shard in shards)
-    if sharded and kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
+    zero = max((shard.level for shard in shards), default=0)
+    if zero and kind not in ELEMENTWISE and not getattr(optimizer, "elementwise", False):
         known = ", ".join(sorted(k.__name__ for k in ELEMENTWISE))
         raise PlanError(
             f"zero={zero} gives each rank a flat shard of every parameter, and "

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gems.errors import TraceError
 from gems.torch.tracing.frozen import of_the_user
-from gems.torch.tracing.reads import CACHE, caches
+from gems.torch.tracing.variables import CACHE, caches
 
 log = logging.getLogger(__name__)
 LEVELS = 6  # of containers between a tensor and what holds them

@@ -208,7 +208,7 @@ class CallRecorder:
             self.values.kept.append(tensor)
             self.meter.saves[storage] = tensor.untyped_storage().nbytes()
         # Nobody runs backward but a module that runs as it is. Of an output that its own graph
-        # saves, autograd would never let go.
+        # saves, autograd would keep a cycle.
         return tensor if self.running in self.whole else None
 
     def _autocast(self) -> tuple[bool, torch.dtype]:

@@ -31,7 +31,7 @@ from gems.torch.tracing.frozen import (
     within,
 )
 from gems.torch.tracing.identity import Identities
-from gems.torch.tracing.reads import Name, of_class, variables, variables_of_hooks
+from gems.torch.tracing.variables import Name, of_class, variables, variables_of_hooks
 
 ABSENT = repeat(MISSING)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gems.torch.tracing.fake_weights import FakeWeights
 from gems.torch.tracing.frozen import MISSING, difference, freeze, tensors_within
-from gems.torch.tracing.reads import INTERNAL
+from gems.torch.tracing.variables import INTERNAL
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from gems.torch.tracing.calls import Record, name_of
 from gems.torch.tracing.fake_weights import FakeWeights
 from gems.torch.tracing.norm_calls import known_momentum
 from gems.torch.tracing.patches import patched
-from gems.torch.tracing.reads import Reads, variables, variables_of_hooks
+from gems.torch.tracing.reads import Reads
 from gems.torch.tracing.real_run import real_run
 from gems.torch.tracing.unrecordable import Unrecordable, reason
 from gems.torch.tracing.values import Values
+from gems.torch.tracing.variables import variables, variables_of_hooks
 
 BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
