@@ -347,7 +347,7 @@ class Trainer:
     def _make_runner(self, deferred: DeferredInit) -> StageRunner:
         plan, actions = self.plan, self.schedule.ranks[self.rank]
         split = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes}
-        activation_store = self._store("activations")
+        activation_store = self._store(plan.activations[0].offload)
         weights = RankWeights(
             self.model,
             plan,
@@ -355,7 +355,7 @@ class Trainer:
             self.transport,
             loss_weights=self.loss_weights,
             deferred=deferred,
-            host=self._store("weights"),
+            host=self._store(plan.residency[0].weights_offload),
         )
         weights.needs_norm = self.clip is not None or self.precision == "fp16"
         programs = StagePrograms(

@@ -12,6 +12,7 @@ from gems.plans.plan import Plan
 from gems.torch.state.loss_scale import LossScale
 from gems.torch.state.optimizer_step import StageOptimizer
 from gems.torch.state.ownership import Ownership
+from gems.torch.state.rank_weights import RankWeights
 from gems.transport.protocol import Transport
 
 

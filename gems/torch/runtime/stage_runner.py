@@ -84,6 +84,7 @@ class StageRunner:
         partitioned = state.partitions[i]
         bound = self.programs.bound(partitioned, stage, i)
         state.activation_bytes[stage, i] = 0
+        parts = self.plan.activations[stage].partitioned
         for name, x in received.items():
             if (
                 bound is not None
