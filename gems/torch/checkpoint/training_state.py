@@ -22,8 +22,8 @@ class TrainingState(Protocol):
     model: nn.Module
     plan: Plan
     owned: Ownership
-    runner: Any
-    weights: Any
+    weights: RankWeights
+    runner: Any  # whose random draws have a seed
     transport: Transport
     rank: int
     device: torch.device

@@ -86,11 +86,7 @@ class StageRunner:
         state.activation_bytes[stage, i] = 0
         parts = self.plan.activations[stage].partitioned
         for name, x in received.items():
-            if (
-                bound is not None
-                and self.plan.activations[stage].partitioned
-                and bound.box(name) is None
-            ):
+            if bound is not None and parts and bound.box(name) is None:
                 saved.forms[name], x = shard_of(x, bound.group)
             state.activation_bytes[stage, i] += size([x])
             saved.received[name] = x if saved.bundle is None else saved.bundle.pack(x, x._version)
