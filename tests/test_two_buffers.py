@@ -693,10 +693,13 @@ def test_a_step_sets_nothing_but_the_state_of_its_batch() -> None:
         trainer.step(*DATA[0])
         for thing, was in zip(shared, before, strict=True):
             assert all(was[name] is value for name, value in vars(thing).items())
-        assert trainer.endless is not None
-        first = trainer.endless.batches.newest()
+        assert trainer.async_pipeline is not None
+        first = trainer.async_pipeline.batches.newest()
         trainer.step(*DATA[0])
-        assert trainer.endless.batches.states == [first, trainer.endless.batches.newest()]
+        assert trainer.async_pipeline.batches.states == [
+            first,
+            trainer.async_pipeline.batches.newest(),
+        ]
 
     on_ranks(Plan(schedule="2bw", micro_batches=3), work)
 

@@ -30,7 +30,8 @@ from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.interrupt import Interrupt
 from gems.torch.losses import loss
 from gems.torch.optimizers import cosine, optimizer, step_decay, warmed_up
-from gems.torch.trainer import Step, Trainer
+from gems.torch.step import Step
+from gems.torch.trainer import Trainer
 
 if TYPE_CHECKING:
     from gems.data.source import Source
@@ -79,7 +80,7 @@ class Job:
         )
         self.first = self.trainer.rank == 0
         self.pace = Pace()
-        self.late = self.trainer.endless is not None  # losses come one step later
+        self.late = self.trainer.async_pipeline is not None  # losses come one step later
 
     # --- setting up -----------------------------------------------------------------------------
 

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from gems.cli.journal import Journal
+from gems.cli.progress import Pace
 from gems.draw.report import report_page
 from gems.draw.svg import svg
 from gems.draw.table import report
 from gems.draw.units import heading, size
 from gems.files import to_json, write
 from gems.predict.simulate import virtual
-
-if TYPE_CHECKING:
-    from gems.cli.job import Job
-    from gems.cli.journal import Journal
+from gems.predict.timeline import Timeline
 
 
-def finish(job: Job, maps: list[Path]) -> None:
+class FinishedJob(Protocol):
+    """A training run, as far as its results need it."""
+
+    given: Any
+    options: str
+    trainer: Any
+    journal: Journal
+    pace: Pace
+    timeline: Timeline | None  # of the last step
+    first: bool  # whether this is rank 0
+    rest: Any  # held-out samples
+
+
+def finish(job: FinishedJob, maps: list[Path]) -> None:
     """Rank 0 prints a summary, and writes pictures of the last step and the report."""
     if not job.first:
         return
@@ -46,7 +58,7 @@ def _url(picture: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
 
 
-def _facts(job: Job) -> dict[str, str]:
+def _facts(job: FinishedJob) -> dict[str, str]:
     losses = [value for _, value in job.journal.of("train", "loss")]
     facts = {}
     if losses:

@@ -32,7 +32,7 @@ def choices(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") ->
 
     All of one schedule, or of all that train as one device does: 2BW must be asked for.
     """
-    make = _endless if schedule == ASYNCHRONOUS else _one_copy
+    make = _asynchronous if schedule == ASYNCHRONOUS else _one_copy
     for copies in _divisors(ranks):
         if micro_batches % copies == 0:
             for choice in make(graph, ranks // copies, micro_batches // copies):
@@ -158,7 +158,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _endless(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
+def _asynchronous(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
     if m >= ranks:
         yield Choice("two versions", Plan(stages=ranks, micro_batches=m, schedule=ASYNCHRONOUS))
 

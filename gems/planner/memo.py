@@ -77,7 +77,8 @@ class Cuts:
         if stage_of not in self._uncut:
             self._uncut[stage_of] = of_stages(self.costs, self.graph, stage_of)
         links = plan.spatial_groups[0] if plan.cut else None  # that messages go over
-        shape = (stage_of, plan.grids, plan.activations, links)
+        saved = tuple((x.recompute, x.patches, x.partitioned) for x in plan.activations)
+        shape = (stage_of, plan.grids, saved, links)
         if shape not in self._prices:
             self._prices[shape] = price(
                 self.costs, self.graph, stage_of, plan, self.machine, self._uncut[stage_of]

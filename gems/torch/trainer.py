@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,7 +42,7 @@ from gems.torch.lifetime import closable, connected
 from gems.torch.offload.malloc import mmap_large, trim
 from gems.torch.offload.stores import Store, make_store
 from gems.torch.runtime.adapter import OneBatch, TorchAdapter
-from gems.torch.runtime.async_pipeline import Run
+from gems.torch.runtime.async_pipeline import AsyncPipeline
 from gems.torch.runtime.begin_step import begin_step, changed_buffers
 from gems.torch.runtime.loss_parameters import (
     Leaves,
@@ -73,6 +73,7 @@ from gems.torch.state.replicate import replicate
 from gems.torch.state.rollback import Rollback
 from gems.torch.state.sharded_optimizer import shard_optimizer
 from gems.torch.state.sparse_gradients import dense, embeddings, reject_rows, square
+from gems.torch.step import Step
 from gems.torch.tracing.trace import as_module
 from gems.transport.protocol import Done, Transport, Work
 
@@ -80,25 +81,6 @@ log = logging.getLogger(__name__)
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 THOROUGH, EVERY = 2, 100  # batches are compared whole in the first steps, and in every so-manieth
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step gave, the same on every rank but for its seconds.
-
-    `norm` is the gradient's, before clipping; `interrupted`: a rank was told to stop.
-
-    With schedule "2bw" a call ends before its batch is through: `loss` is that of the batch before
-    (nan if there was none since the beginning, or the last flush), and so are `updated` and
-    `interrupted`. `Trainer.flush` gives those of the last one.
-    """
-
-    loss: float
-    samples: int
-    seconds: float
-    updated: bool
-    norm: float | None = None
-    interrupted: bool = False
 
 
 @closable
@@ -246,7 +228,7 @@ class Trainer:
         self.loss_weights = place(self.loss, self.loss_weights, device)
         self._agree_on_start(same_model, sample)
         self._connect(deferred)
-        self.endless = Run(self) if plan.asynchronous else None
+        self.async_pipeline = AsyncPipeline(self) if plan.asynchronous else None
         if self.on_disk:
             trim()
         self.runner.programs.remember(sample, traced)
@@ -515,8 +497,8 @@ class Trainer:
         self.reject_unusable()
         if self.loss is None or self.optimizer is None:
             raise GemsError("this trainer has no loss or no optimizer; it can only predict")
-        if self.endless is not None:
-            return self.endless.step(inputs, targets)
+        if self.async_pipeline is not None:
+            return self.async_pipeline.step(inputs, targets)
         start = perf_counter()
         before = Rollback.at(self, self.weights.parameters_here)
         try:
@@ -593,7 +575,7 @@ class Trainer:
         All that needs the model as it is, such as `predict` and `save`, does it first. None if
         nothing is under way, as always with other schedules.
         """
-        return self.endless.flush() if self.endless is not None else None
+        return self.async_pipeline.flush() if self.async_pipeline is not None else None
 
     @property
     def state(self) -> StepState:
@@ -834,8 +816,8 @@ class Trainer:
         with self.weights.unsharded(fetched=False):
             held, put = self.owned.on(self.rank), self.weights.put
             load_full_state_dict(self.model, state, held, self.first_name, put)
-        if self.endless is not None:
-            self.endless.resume({})
+        if self.async_pipeline is not None:
+            self.async_pipeline.resume({})
 
     def save(self, path: str | Path, *, extra: Any = None, keep: int = 0) -> Path:
         """Write a checkpoint of all that training goes on from; all ranks must call it.
@@ -922,7 +904,7 @@ class Trainer:
         that GEMS started ends with the last trainer on it."""
         if self.closed:
             return
-        going = self.endless is not None and self.failed is None
+        going = self.async_pipeline is not None and self.failed is None
         if going and sys.exc_info()[1] is None:  # else others may be elsewhere, and never come here
             self.flush()
         self.closed = True

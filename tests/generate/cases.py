@@ -77,15 +77,15 @@ def draw(number: int, seed: int = 0, ranks: int = 5) -> Case:
     if "reload" in after:
         other = draw_plan(r, layers, model.dims, tiles=tiles, ranks=ranks, micro_batches=total)
     sparse = "sparse" in model.traits
-    endless = ASYNCHRONOUS in (plan["schedule"], other.get("schedule"))
+    asynchronous = ASYNCHRONOUS in (plan["schedule"], other.get("schedule"))
     eager = "eager" in (plan.get("optimizer_step"), other.get("optimizer_step"))
-    precision = "bf16" if precision == "fp16" and (endless or eager) else precision
+    precision = "bf16" if precision == "fp16" and (asynchronous or eager) else precision
     if ASYNCHRONOUS in (plan["schedule"], other.get("schedule")):  # its two versions are one's own
         after = tuple("" if what == "reload" else what for what in after)
         other = {}
-    if endless:  # it rejects what several stages share
+    if asynchronous:  # it rejects what several stages share
         model = replace(model, traits=model.traits - {"tied", "shared"})
-    free = not endless and not eager
+    free = not asynchronous and not eager
     return Case(
         name=f"{seed}:{number}",
         model=model,
@@ -93,7 +93,7 @@ def draw(number: int, seed: int = 0, ranks: int = 5) -> Case:
         optimizer=r.choice(SPARSE) if sparse else r.choice(sorted(OPTIMIZERS)),
         scheduler=r.choice(sorted(SCHEDULERS)) if r.random() < 0.2 else "",
         clip=r.choice((0.05, 0.5)) if free and not sparse and r.random() < 0.2 else None,
-        accumulate=2 if not endless and r.random() < 0.12 else 1,
+        accumulate=2 if not asynchronous and r.random() < 0.12 else 1,
         batches=batches,
         precision=precision,
         after=after,

@@ -71,16 +71,16 @@ def correct_norms() -> Iterator[None]:
         yield
 
 
-def plain(case: Case, model: nn.Module, counts: list[int], endless: bool = False) -> Outcome:
+def plain(case: Case, model: nn.Module, counts: list[int], asynchronous: bool = False) -> Outcome:
     with correct_norms():
-        return _plain(case, model, counts, endless)
+        return _plain(case, model, counts, asynchronous)
 
 
-def _plain(case: Case, model: nn.Module, counts: list[int], endless: bool) -> Outcome:
+def _plain(case: Case, model: nn.Module, counts: list[int], asynchronous: bool) -> Outcome:
     """Train the plain model; `counts` are the micro-batches of each step.
 
-    `endless` is the update equation of PipeDream-2BW: batch t is run with the weights before the
-    newest ones, W(t+1) = W(t) - update(gradient of batch t at W(max(t - 1, 0))).
+    `asynchronous` is the update equation of PipeDream-2BW: batch t is run with the weights before
+    the newest ones, W(t+1) = W(t) - update(gradient of batch t at W(max(t - 1, 0))).
     """
     model = copy_of(model)
     assert isinstance(model, Net)
@@ -93,7 +93,7 @@ def _plain(case: Case, model: nn.Module, counts: list[int], endless: bool) -> Ou
         later(model, step)
         inputs, targets = batch(model, samples, step)
         newest = [p.detach().clone() for p in parameters]
-        if endless:
+        if asynchronous:
             _put(parameters, before)
         total = 0.0
         for x, y, share in pieces(inputs, targets, samples, counts[step]):
@@ -101,7 +101,7 @@ def _plain(case: Case, model: nn.Module, counts: list[int], endless: bool) -> Ou
             if value.requires_grad:
                 (value * share * samples).backward()  # summed over samples until the update
             total += float(value.detach()) * share
-        if endless:
+        if asynchronous:
             _put(parameters, newest)
             before = newest
         found.losses.append(total)

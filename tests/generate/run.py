@@ -155,8 +155,8 @@ def _step(case: Case, trainer: Any, model: Net, plan: Plan, step: int, found: Ou
     samples, dtype = case.batches[step], dtype_of(case)
     inputs, targets = batch(model, samples, step, dtype)
     given = trainer.step(inputs, targets)
-    endless = plan.asynchronous
-    if not endless or given.updated:  # else the loss is that of no batch
+    asynchronous = plan.asynchronous
+    if not asynchronous or given.updated:  # else the loss is that of no batch
         found.losses.append(given.loss)
         found.updated.append(given.updated)
     found.norms.append(given.norm)

@@ -3,7 +3,7 @@
 Of DCP we use its planners, its file writer and reader, and its layout on disk, so that its own
 tools (`dcp_to_torch_save`, `dcp.load`) open our checkpoints. We do not use `dcp.save` and
 `dcp.load`: they talk over a process group, and our ranks may be threads, or have a group that is
-not the default one. The steps are theirs, with the transport's all_gather_object in place of their
+not the default one. The steps are theirs, with transport.all_gather_object in place of their
 collectives:
 
     local plans ──all-gather──► global plan, the same on all ──► data files ──all-gather──► index

@@ -77,7 +77,7 @@ def _training_keys(trainer: TrainingState, plain: Plain, names: set[str]) -> Ite
 
 def _saved_older(trainer: TrainingState, plain: Plain) -> Mapping[str, Any]:
     """The older weight version, which only a trainer with two versions saves and loads."""
-    return plain.get("older", {}) if trainer.endless is not None else {}
+    return plain.get("older", {}) if trainer.async_pipeline is not None else {}
 
 
 def own_random(trainer: TrainingState, plain: Plain) -> Any:
@@ -119,10 +119,10 @@ def restore(trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tenso
             set_extra_state(trainer.model, label, decode(value, tensors))
     if plan.training:
         _restore_training(trainer, plain, plan, tensors)
-    if trainer.endless is not None:
+    if trainer.async_pipeline is not None:
         saved = _saved_older(trainer, plain) if plan.training else {}
         parameters, loaded = dict(trainer._named_parameters()), set(plan.weights.values())
-        trainer.endless.resume(
+        trainer.async_pipeline.resume(
             {parameters[n]: decode(x, tensors) for n, x in saved.items() if n in loaded}
         )
     if plan.training or trainer.optimizer is None:

@@ -191,9 +191,9 @@ def _gradients(trainer: TrainingState, tensors: dict[str, Tensor]) -> dict[str, 
 
 def _older(trainer: TrainingState) -> dict[str, Tensor]:
     """The version before the newest, of the weights that this rank has."""
-    if trainer.endless is None:
+    if trainer.async_pipeline is None:
         return {}
-    older = trainer.endless.batches.versions.older()
+    older = trainer.async_pipeline.batches.versions.older()
     return {name: older[p] for name, p in trainer._named_parameters() if p in older}
 
 

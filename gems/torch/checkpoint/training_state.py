@@ -34,7 +34,7 @@ class TrainingState(Protocol):
     stage_optimizer: StageOptimizer | None
     scheduler: Any
     scale: LossScale | None
-    endless: Any  # the asynchronous pipeline, if it is one
+    async_pipeline: Any  # of schedule 2bw, else None
     seed: int
     steps: int
     window: int  # samples of the gradients that are accumulated

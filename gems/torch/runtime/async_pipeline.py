@@ -18,24 +18,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from gems.engine.windows import AsynchronousPipeline
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, problems
+from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
+from gems.schedule.action import Schedule
 from gems.torch.consensus import Claim, agree, listed
 from gems.torch.runtime.adapter import TorchAdapter
 from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import describe, split
 from gems.torch.runtime.rng import key
+from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.two_batches import TwoBatches
-from gems.transport.protocol import Done, Work
-
-if TYPE_CHECKING:
-    from gems.torch.trainer import Step, Trainer
+from gems.torch.state.ownership import Ownership
+from gems.torch.state.rank_weights import RankWeights
+from gems.torch.step import Step
+from gems.transport.protocol import Done, Transport, Work
 
 Tensor = torch.Tensor
 CALLS = ("none", "step", "flush")
@@ -57,10 +60,42 @@ def _hash(what: int) -> tuple[int, int]:
     return what, what * what % 1000003
 
 
-class Run:
+class Driver(Protocol):
+    """The trainer, as far as its asynchronous pipeline needs it."""
+
+    model: nn.Module
+    plan: Plan
+    schedule: Schedule
+    transport: Transport
+    owned: Ownership
+    runner: StageRunner
+    weights: RankWeights
+    device: torch.device
+    precision: str
+    clip: float | None
+    accumulate: int
+    regularizer: Any
+    batch_dim: Any
+    interrupt: Any
+    optimizer: torch.optim.Optimizer | None
+    trains: bool
+    steps: int
+    failed: BaseException | None
+    _local: Timeline | None
+
+    def claim(self, call: str, batch: Any, given: Any, mode: int) -> Claim: ...
+
+    def reject_unusable(self) -> None: ...
+
+    def _forget_gradients(self) -> None: ...
+
+    def _step_scheduler(self, loss: float) -> None: ...
+
+
+class AsyncPipeline:
     """A trainer's batches, one window after the other."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Driver) -> None:
         self.trainer, self.transport = trainer, trainer.transport
         if trainer.trains:
             self.reject()
@@ -117,8 +152,6 @@ class Run:
 
     def step(self, inputs: Any, targets: Any) -> Step:
         """The next batch, as far as it gets; the update of the one before."""
-        from gems.torch.trainer import Step
-
         start, trainer = perf_counter(), self.trainer
         if self.engine.going and self._modes() != self.modes:
             raise GemsError(
@@ -153,8 +186,6 @@ class Run:
 
     def flush(self) -> Step | None:
         """What is left of the last batch, and its update; None if nothing is under way."""
-        from gems.torch.trainer import Step
-
         self.trainer.reject_unusable()
         if not self.engine.going:
             return None
