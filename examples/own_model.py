@@ -19,7 +19,7 @@ import gems
 from gems.data.loader import Loader
 from gems.data.pictures import Pictures
 from gems.torch.metrics import Scores
-from gems.torch.optimizers import learning_rates, optimizer
+from gems.torch.optimizers import cosine, optimizer, warmed_up
 
 CLASSES, SIDE, STEPS = 4, 32, 24
 
@@ -53,7 +53,7 @@ def main() -> None:
         plan=gems.Plan(stages=2, schedule="gems", replications=2),  # four of them per step
     )
     assert trainer.optimizer is not None
-    schedule = LambdaLR(trainer.optimizer, learning_rates("cosine", steps=STEPS, warm_up=4))
+    schedule = LambdaLR(trainer.optimizer, warmed_up(cosine(STEPS - 4), 4))
 
     losses = []
     crops = Loader(Pictures(SIDE, CLASSES, samples=16 * STEPS), 16)  # which picture is it from?

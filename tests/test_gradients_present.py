@@ -385,7 +385,7 @@ def test_statistics_inside_a_checkpoint_region_are_said_to_be_updated_once(caplo
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"end": self.end(checkpoint(self.norm, x, use_reentrant=False))}
 
-    caplog.set_level("INFO", logger="gems.torch.runtime.adapter")
+    caplog.set_level("INFO", logger="gems.torch.runtime")
     found = planned(Region().double(), data(0, 6), Plan(micro_batches=1), LOSSES["end"], sgd)
     assert "norm: running statistics inside torch.utils.checkpoint" in caplog.text
     assert found.state["norm.num_batches_tracked"] == 4

@@ -27,7 +27,7 @@ from gems.planner.assign import stages, stages_by_name
 from gems.planner.candidates import choices, putting_away, recomputing, sharing
 from gems.planner.coarsen import coarse
 from gems.planner.explain import chosen, describe, explain
-from gems.planner.in_flight import kept
+from gems.planner.in_flight import in_flight
 from gems.planner.memo import Cuts
 from gems.planner.partition import Room, cut
 from gems.planner.search import Wish, _bounded, search
@@ -91,11 +91,11 @@ def test_under_a_cap_the_first_stages_get_fewer_blocks_for_they_keep_more() -> N
     wanted = Plan(stages=4, micro_batches=8)
     free = stages(wanted, graph, costs)
     needs = [graph.activations([i for i, s in enumerate(free) if s == k]) for k in range(4)]
-    assert kept(wanted) == [4, 3, 2, 1]
+    assert in_flight(wanted) == [4, 3, 2, 1]
     cap = 0.6 * 4 * needs[0]
     tight = stages(wanted, graph, costs, cap)
     assert tight.count(0) < free.count(0)
-    for s, k in enumerate(kept(wanted)):
+    for s, k in enumerate(in_flight(wanted)):
         mine = [i for i, stage in enumerate(tight) if stage == s]
         assert k * graph.activations(mine) <= cap
 

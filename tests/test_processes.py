@@ -126,7 +126,9 @@ def measured(transport: Transport, plan: Plan, steps: int) -> Any:
         trainer.step(images, labels)
     activations = dict(trainer.state.activation_bytes)
     engine = trainer.engine
-    left = (len(engine.sending), len(engine.inbox), len(engine.at_hand), len(trainer.state.saved))
+    messages = engine.messages
+    left = (len(messages.sending), len(messages.inbox), len(messages.at_hand))
+    left += (len(trainer.state.saved),)
     return (
         trainer.timeline(),
         activations,

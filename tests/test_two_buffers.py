@@ -502,7 +502,7 @@ def test_weights_of_several_stages_are_refused() -> None:
         ({"bidirectional": True, "micro_batches": 2}, "one direction"),
         ({"data": 2, "zero": 1}, "zero=1 does not shard the second weight version"),
         ({"grad_sync": "end"}, "2bw has none"),
-        ({"recompute": "except_last"}, "wants a last micro-batch"),
+        ({"recompute": "except_last"}, "needs a last micro-batch"),
     ],
 )
 def test_plans_that_two_buffers_do_not_fit_are_refused(options: Any, why: str) -> None:
@@ -542,7 +542,7 @@ def test_every_window_but_the_first_is_the_same(plan: Plan) -> None:
     for rank, row in enumerate(schedule.ranks):
         mine = windows(row, proofs[rank], plan)
         turns = [mine.first[0], *(mine.next[t % AT_ONCE] for t in range(1, BATCHES))]
-        unrolled = [a for window in (*turns, mine.rest[1]) for a in window.actions]
+        unrolled = [a for window in (*turns, mine.drain[1]) for a in window.actions]
         m = plan.micro_batches
         pairs = list(zip(unrolled, row, strict=True))
         for named, action in pairs:
@@ -570,7 +570,7 @@ def test_the_window_of_two_stages_as_text() -> None:
         "0B3<1 0F0 0F0>1 0B3 0A 0B0<1 0F1 0F1>1 0O 0B0",
         "1F0<0 1F0 1F1<0 1O 1B0 1B0>0 1F1 1B1 1B1>0 1A",
     ]
-    assert [" ".join(map(str, row.rest[0].actions)) for row in rows] == ["0B1<1 0B1 0A 0O", "1O"]
+    assert [" ".join(map(str, row.drain[0].actions)) for row in rows] == ["0B1<1 0B1 0A 0O", "1O"]
 
 
 def changed(schedule: Schedule, rank: int, work: Callable[[list[Action]], None]) -> Schedule:
