@@ -29,6 +29,7 @@ from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
 from gems.schedule.action import Schedule
 from gems.torch.consensus import Claim, agree, listed
+from gems.torch.handshake import Handshake
 from gems.torch.runtime.adapter import TorchAdapter
 from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import describe, split
@@ -36,6 +37,7 @@ from gems.torch.runtime.rng import key
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.two_batches import TwoBatches
 from gems.torch.state.ownership import Ownership
+from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.step import Step
 from gems.transport.protocol import Done, Transport, Work
@@ -61,7 +63,7 @@ def _hash(what: int) -> tuple[int, int]:
 
 
 class Driver(Protocol):
-    """The trainer, as far as its asynchronous pipeline needs it."""
+    """The session, as far as its asynchronous pipeline needs it."""
 
     model: nn.Module
     plan: Plan
@@ -73,36 +75,32 @@ class Driver(Protocol):
     device: torch.device
     precision: str
     clip: float | None
-    accumulate: int
     regularizer: Any
     batch_dim: Any
     interrupt: Any
-    optimizer: torch.optim.Optimizer | None
-    trains: bool
+    loss: Any
+    optimizers: list[RankOptimizer]
+    handshake: Handshake
     steps: int
     failed: BaseException | None
-    _local: Timeline | None
-
-    def claim(self, call: str, batch: Any, given: Any, mode: int) -> Claim: ...
+    measured: Timeline | None
 
     def reject_unusable(self) -> None: ...
 
-    def _forget_gradients(self) -> None: ...
-
-    def _step_scheduler(self, loss: float) -> None: ...
+    def zero_grad(self) -> None: ...
 
 
 class AsyncPipeline:
-    """A trainer's batches, one window after the other."""
+    """A session's batches, one window after the other."""
 
-    def __init__(self, trainer: Driver) -> None:
-        self.trainer, self.transport = trainer, trainer.transport
-        if trainer.trains:
+    def __init__(self, session: Driver) -> None:
+        self.session, self.transport = session, session.transport
+        if session.loss is not None:
             self.reject()
-        self.batches = TwoBatches(trainer.weights, trainer.plan)
-        adapter = TorchAdapter(trainer.runner, self.batches)
+        self.batches = TwoBatches(session.weights, session.plan)
+        adapter = TorchAdapter(session.runner, self.batches)
         self.engine = AsynchronousPipeline(
-            trainer.plan, trainer.schedule, adapter, trainer.transport, self._update
+            session.plan, session.schedule, adapter, session.transport, self._update
         )
         self.said: deque[Said] = deque()  # of batches whose update is still to come
         self.loss, self.told = math.nan, False  # of the last one that was updated
@@ -113,24 +111,19 @@ class AsyncPipeline:
 
     def reject(self) -> None:
         """What cannot be done without waiting for all of a batch on all ranks."""
-        trainer = self.trainer
+        session = self.session
         found = []
-        if trainer.clip is not None:
+        if session.clip is not None:
             found.append(
-                f"clip={trainer.clip} wants the norm of all stages' gradients before any update, "
+                f"clip={session.clip} wants the norm of all stages' gradients before any update, "
                 "which would be a flush"
             )
-        if trainer.precision == "fp16":
+        if session.precision == "fp16":
             found.append(
                 "precision 'fp16' scales the loss by whether any stage's gradient overflowed, "
                 "which would be a flush; use 'bf16'"
             )
-        if trainer.accumulate > 1:
-            found.append(
-                f"accumulate={trainer.accumulate} would use weights of more than two versions; "
-                "give the plan more micro-batches instead"
-            )
-        if trainer.regularizer is not None:
+        if session.regularizer is not None:
             found.append(
                 "regularizer is added to a loss that is complete before the backwards of its batch "
                 "are; use the optimizer's weight_decay"
@@ -145,14 +138,14 @@ class AsyncPipeline:
             raise PlanError(problems("schedule '2bw' cannot do this; use '1f1b', or:", found))
 
     def _tied(self) -> list[str]:
-        mine = dict(self.trainer.model.named_parameters())
-        return [n for n in self.trainer.owned.tied() if n in mine and mine[n].requires_grad]
+        mine = dict(self.session.model.named_parameters())
+        return [n for n in self.session.owned.tied() if n in mine and mine[n].requires_grad]
 
     # --- a window -----------------------------------------------------------------------------
 
     def step(self, inputs: Any, targets: Any) -> Step:
         """The next batch, as far as it gets; the update of the one before."""
-        start, trainer = perf_counter(), self.trainer
+        start, session = perf_counter(), self.session
         if self.engine.going and self._modes() != self.modes:
             raise GemsError(
                 "modules went to another mode (train, eval) or weights were frozen or unfrozen "
@@ -162,22 +155,22 @@ class AsyncPipeline:
             raise PlanError(
                 f"{tied[0]} was unfrozen, but 2bw cannot train it: several stages use it"
             )
-        batch = split(inputs, targets, trainer.plan.total, trainer.batch_dim)
+        batch = split(inputs, targets, session.plan.total, session.batch_dim)
         first = not self.engine.going
         if not first:
             self._announce("step")
-        mode = trainer.runner.programs.modes()
-        self._same(trainer.claim("step", batch, (inputs, targets), mode), first)
+        mode = session.runner.programs.modes()
+        self._same(session.handshake.claim("step", batch, (inputs, targets), mode), first)
         try:
             self.batches.cover()
-            self.batches.add(begin_step(trainer.runner, batch, trainer.steps, training=True))
+            self.batches.add(begin_step(session.runner, batch, session.steps, training=True))
         except TraceError as error:
             raise ShapeError(
                 f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
             ) from error
         self.modes = self._modes()
-        trainer._local = self._carry_out(self.engine.step)
-        trainer.steps += 1
+        session.measured = self._carry_out(self.engine.step)
+        session.steps += 1
         self._tell()
         if self.wrong:
             self.flush()
@@ -186,7 +179,7 @@ class AsyncPipeline:
 
     def flush(self) -> Step | None:
         """What is left of the last batch, and its update; None if nothing is under way."""
-        self.trainer.reject_unusable()
+        self.session.reject_unusable()
         if not self.engine.going:
             return None
         start = perf_counter()
@@ -206,19 +199,19 @@ class AsyncPipeline:
 
     def _bad_loss(self, what: str) -> LossError:
         """Weights are as before the batch; running statistics saw it, and the one behind it."""
-        partitions = self.trainer.runner.programs.recordings.values()
-        if not any(p.touches(s) for p in partitions for s in range(self.trainer.plan.depth)):
+        partitions = self.session.runner.programs.recordings.values()
+        if not any(p.touches(s) for p in partitions for s in range(self.session.plan.depth)):
             return LossError(what)
         error = LossError(
             f"{what}. Running statistics have seen both batches, so that this trainer is unusable: "
             "make a new one, and load the last checkpoint"
         )
-        self.trainer.failed = error
+        self.session.failed = error
         return error
 
     def _modes(self) -> tuple[list[bool], list[bool]]:
         """What recomputation must find as forward did: which modules train, which parameters."""
-        model = self.trainer.model
+        model = self.session.model
         trains = [module.training for module in model.modules()]
         return trains, [p.requires_grad for p in model.parameters()]
 
@@ -233,7 +226,7 @@ class AsyncPipeline:
             self._set_modes(now)
 
     def _set_modes(self, modes: tuple[list[bool], list[bool]]) -> None:
-        model = self.trainer.model
+        model = self.session.model
         for module, trains in zip(model.modules(), modes[0], strict=True):
             module.training = trains
         for p, wants in zip(model.parameters(), modes[1], strict=True):
@@ -248,9 +241,9 @@ class AsyncPipeline:
 
     def _carry_out(self, window: Callable[[int, int], Timeline]) -> Timeline:
         try:
-            return window(self.batches.begun - 1, self.trainer.steps)
+            return window(self.batches.begun - 1, self.session.steps)
         except BaseException as error:
-            self.trainer.failed = error
+            self.session.failed = error
             raise
         finally:
             self.batches.show_newest()
@@ -269,7 +262,7 @@ class AsyncPipeline:
             if not self._heard():
                 raise self._differ(self.given)
         except BaseException as error:
-            self.trainer.failed = error
+            self.session.failed = error
             self.transport.fail(error)
             raise
 
@@ -294,7 +287,7 @@ class AsyncPipeline:
                     "calls in the same order"
                 )
         except BaseException as error:
-            self.trainer.failed = error
+            self.session.failed = error
             self.transport.fail(error)
             raise
 
@@ -307,9 +300,9 @@ class AsyncPipeline:
     def _heard(self) -> bool:
         """Whether the stages before have the same; our word goes to those behind. (Copies of the
         pipeline find out before they update.)"""
-        plan, to = self.trainer.plan, self.transport
+        plan, to = self.session.plan, self.transport
         stage = plan.stages_on[to.rank][0]
-        what = torch.tensor([self.what], device=self.trainer.device)
+        what = torch.tensor([self.what], device=self.session.device)
         replica = next(r for r, row in enumerate(plan.spatial_groups) if to.rank in row[stage])
         behind = [r for s in plan.sinks[stage] for r in plan.spatial_group_of(s, replica)]
         before = [r for s in plan.sources[stage] for r in plan.spatial_group_of(s, replica)]
@@ -326,21 +319,21 @@ class AsyncPipeline:
 
     def _tell(self) -> None:
         """This rank's part of what is to be known of a batch, once its forwards are done."""
-        trainer = self.trainer
-        told = trainer.interrupt is not None and trainer.interrupt.wanted
-        parts = [trainer.runner.loss.of_step(self.batches.newest()), told, *_hash(self.what)]
+        session = self.session
+        told = session.interrupt is not None and session.interrupt.wanted
+        parts = [session.runner.loss.of_step(self.batches.newest()), told, *_hash(self.what)]
         sums = torch.tensor(parts, dtype=torch.float64)
         everyone = tuple(range(self.transport.world))
         handle = self.transport.all_reduce(sums, everyone)
-        said = Said(trainer.steps - 1, self.given, _hash(self.what), sums, handle)
+        said = Said(session.steps - 1, self.given, _hash(self.what), sums, handle)
         self.said.append(said)
 
     # --- an update ----------------------------------------------------------------------------
 
     def _update(self, stage: int) -> tuple[int, Work]:
         """Of the batch whose gradients were summed, if its loss is a number."""
-        said, trainer = self.said.popleft(), self.trainer
-        assert trainer.optimizer is not None
+        said, session = self.said.popleft(), self.session
+        (own,) = session.optimizers
         while len(self.calls) > 1:
             self._same_calls()
         said.handle.wait()
@@ -354,8 +347,8 @@ class AsyncPipeline:
             )
         if not self.wrong:
             self.loss, self.told = loss, tellings > 0
-            self.batches.versions.step(trainer.optimizer)
-            trainer._step_scheduler(loss)
-        trainer._forget_gradients()
+            self.batches.versions.step(own.optimizer)
+            own.step_scheduler(loss)
+        session.zero_grad()
         self.batches.reduced += 1
         return 0, Done()  # nothing of it is put away
