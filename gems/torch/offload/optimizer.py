@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from gems.torch.offload.stores import Slot, Store
-from gems.torch.state.released import release, restore
+from gems.torch.tensors.released import release, restore
 from gems.torch.tracing.op_meter import storage_of
 
 Tensor = torch.Tensor
