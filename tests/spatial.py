@@ -31,8 +31,8 @@ from gems.torch.spatial.patches import lay_out_patches
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.calls import leaves_of
-from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.record import record
 from gems.transport.protocol import Transport
 from gems.transport.threads import Local, run

@@ -39,9 +39,9 @@ from gems.torch.spatial.patches import one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tensors.strides import strided
 from gems.torch.tracing.calls import Call, Record
-from gems.torch.tracing.op_meter import storage_of
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
