@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gems.geometry.box import Box
 from gems.torch.runtime.microbatch import Lazy
-from gems.torch.runtime.rng import key
+from gems.torch.tensors.rng import key
 from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder
 from gems.torch.tracing.trace import Trace
 

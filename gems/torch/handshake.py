@@ -21,10 +21,10 @@ from gems.torch.consensus import (
     reject_failed,
 )
 from gems.torch.runtime.microbatch import Batch, describe, split
-from gems.torch.runtime.rng import key
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import RankWeights
+from gems.torch.tensors.rng import key
 from gems.transport.protocol import Transport
 
 THOROUGH, EVERY = 2, 100  # batches are compared whole in the first steps, and in every so-manieth

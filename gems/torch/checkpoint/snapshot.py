@@ -33,9 +33,9 @@ from gems.torch.offload.optimizer import OffloadedState
 from gems.torch.state.optimizer_state import NamedState, named_state, type_name
 from gems.torch.state.param_shards import StageShard
 from gems.torch.state.rank_optimizer import RankOptimizer
-from gems.torch.state.released import form_of
 from gems.torch.state.sharded_optimizer import full_state
 from gems.torch.state.sparse_gradients import dense
+from gems.torch.tensors.released import form_of
 
 Tensor = torch.Tensor
 

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from gems.torch.offload.split_inputs import StridedForm, shard_of
-from gems.torch.runtime.split_backward import receive
+from gems.torch.autograd.split_backward import receive
 from gems.torch.spatial.group import SpatialGroup
+from gems.torch.spatial.partitioned_activations import StridedForm, shard_of
 from gems.torch.tracing.calls import Call
 
 Tensor = torch.Tensor

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from gems.geometry.box import Box
+from gems.torch.autograd.norm_gradients import normalises, sound
+from gems.torch.autograd.split_backward import hooked
 from gems.torch.runtime.activation_checkpoint import Again, Run, touched
-from gems.torch.runtime.norm_gradients import normalises, sound
-from gems.torch.runtime.rng import Draws
-from gems.torch.runtime.split_backward import hooked
-from gems.torch.runtime.strides import restrided
+from gems.torch.tensors.rng import Draws
+from gems.torch.tensors.strides import restrided
 from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from gems.predict.recompute_cost import Footprint, entering, footprint, recomput
 from gems.schedule.action import Message
 from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.reshard import Transfer, whole
-from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.streaming import Stream
+from gems.torch.runtime.tiled_loss import TiledLoss
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import (
     CallNotTileable,
@@ -35,8 +35,8 @@ from gems.torch.spatial.partition import (
     traffic,
 )
 from gems.torch.spatial.patches import lay_out_patches
-from gems.torch.spatial.tiled_loss import TiledLoss
 from gems.torch.spatial.tiled_stage import TiledStage, bind
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call
 from gems.torch.tracing.trace import Trace
 from gems.transport.protocol import Transport

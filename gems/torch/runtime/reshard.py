@@ -15,8 +15,8 @@ import torch
 
 from gems.geometry.box import Box, Move, moves
 from gems.model.graph import ITEMSIZE, Value
-from gems.torch.runtime.absent_gradient import absent, is_absent
-from gems.torch.runtime.strides import as_recorded, row_major, strided, tile_strides
+from gems.torch.autograd.absent_gradient import absent, is_absent
+from gems.torch.tensors.strides import as_recorded, row_major, strided, tile_strides
 
 Tensor = torch.Tensor
 Boxes = Mapping[int, Box]  # rank -> its part

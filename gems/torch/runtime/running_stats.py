@@ -18,14 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from gems.torch.tracing.norm_calls import tracked
 
 Tensor = torch.Tensor
-
-
-def tracked(module: nn.Module) -> bool:
-    """Whether a forward of this module, as it is now, changes running statistics."""
-    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
 
 
 class Statistics:

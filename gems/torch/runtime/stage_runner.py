@@ -9,19 +9,19 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gems.errors import TraceError
+from gems.torch.autograd.absent_gradient import absent, is_absent
+from gems.torch.autograd.split_backward import Entry, receive, settle
 from gems.torch.offload.activations import SavedTensors, unpacked
-from gems.torch.offload.split_inputs import shard_of
 from gems.torch.offload.stores import Store
-from gems.torch.runtime.absent_gradient import absent, is_absent
 from gems.torch.runtime.activation_checkpoint import as_it_was, snapshot, touched
 from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.microbatch import read_box, tensors
 from gems.torch.runtime.microbatch_loss import MicrobatchLoss
 from gems.torch.runtime.running_stats import unrecorded
-from gems.torch.runtime.split_backward import Entry, receive, settle
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.step_state import SavedMicrobatch, StepState
 from gems.torch.runtime.streaming import Stream
+from gems.torch.spatial.partitioned_activations import shard_of
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import TiledStage

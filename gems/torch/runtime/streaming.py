@@ -28,20 +28,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.geometry.box import Box
 from gems.model.graph import Value
+from gems.torch.autograd.split_backward import receive
 from gems.torch.offload.activations import SavedTensors, unpacked
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.microbatch import read_box
-from gems.torch.runtime.rng import Draws
-from gems.torch.runtime.split_backward import receive
-from gems.torch.runtime.strides import strided
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.op import Run
 from gems.torch.spatial.partition import StageLayout
 from gems.torch.spatial.patches import one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
+from gems.torch.tensors.rng import Draws
+from gems.torch.tensors.storage import storage_of
+from gems.torch.tensors.strides import strided
 from gems.torch.tracing.calls import Call, Record
-from gems.torch.tracing.op_meter import storage_of
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
