@@ -4,7 +4,7 @@ Nothing here waits for a rank that this one does not wait for anyway. What all r
 is sent around in one window and looked at in the next, where an update needs it:
 
     window t    tell all ranks that this is a step, not a flush          (looked at in window t + 1)
-                see that the stages before were given the same batch     (their word comes first)
+                see that the stages before were given the same batch     (their digest comes first)
                 run the window; in it, right before the update of batch t - 1:
                     loss of batch t - 1, was it the same everywhere      (begun in window t - 1)
                 tell the loss of batch t                                 (looked at in window t + 1)
@@ -47,8 +47,8 @@ CALLS = ("none", "step", "flush")
 
 
 @dataclass
-class Said:
-    """What all ranks say of a batch: its loss, who was told to stop."""
+class BatchReport:
+    """What all ranks report of a batch: its loss, and whether to stop."""
 
     step: int
     given: str
@@ -102,11 +102,11 @@ class AsyncPipeline:
         self.engine = AsynchronousPipeline(
             session.plan, session.schedule, adapter, session.transport, self._update
         )
-        self.said: deque[Said] = deque()  # of batches whose update is still to come
-        self.loss, self.told = math.nan, False  # of the last one that was updated
+        self.reports: deque[BatchReport] = deque()  # of batches whose update is still to come
+        self.loss, self.interrupted = math.nan, False  # of the last one that was updated
         self.modes = self._modes()
         self.wrong: str | None = None  # a loss that no update can be made of
-        self.words: deque[list[tuple[Work, Tensor]]] = deque()  # on their way to later stages
+        self.digests: deque[list[tuple[Work, Tensor]]] = deque()  # on their way to later stages
         self.calls: deque[tuple[Work, Tensor]] = deque()  # which call every rank has begun
 
     def reject(self) -> None:
@@ -149,7 +149,7 @@ class AsyncPipeline:
         if self.engine.going and self._modes() != self.modes:
             raise GemsError(
                 "modules went to another mode (train, eval) or weights were frozen or unfrozen "
-                "while a batch is under way; call flush() on all ranks before that, or now"
+                "while a batch is in flight; call flush() on all ranks before that, or now"
             )
         if tied := self._tied():
             raise PlanError(
@@ -171,14 +171,14 @@ class AsyncPipeline:
         self.modes = self._modes()
         session.measured = self._carry_out(self.engine.step)
         session.steps += 1
-        self._tell()
+        self._begin_report()
         if self.wrong:
             self.flush()
-        loss, told = (math.nan, False) if first else (self.loss, self.told)
-        return Step(loss, batch.samples, perf_counter() - start, not first, None, told)
+        loss, stop = (math.nan, False) if first else (self.loss, self.interrupted)
+        return Step(loss, batch.samples, perf_counter() - start, not first, None, stop)
 
     def flush(self) -> Step | None:
-        """What is left of the last batch, and its update; None if nothing is under way."""
+        """What is left of the last batch, and its update; None if nothing is in flight."""
         self.session.reject_unusable()
         if not self.engine.going:
             return None
@@ -188,14 +188,14 @@ class AsyncPipeline:
             self._same_calls()
         with self._as_begun():
             self._carry_out(self.engine.drain)  # of which the timeline is part of no step
-        for handle, _ in (word for words in self.words for word in words):
+        for handle, _ in (sent for batch in self.digests for sent in batch):
             handle.wait()
-        self.words.clear()
+        self.digests.clear()
         self.batches.restart()
         if self.wrong:
             wrong, self.wrong = self.wrong, None
             raise self._bad_loss(wrong)
-        return Step(self.loss, 0, perf_counter() - start, True, None, self.told)
+        return Step(self.loss, 0, perf_counter() - start, True, None, self.interrupted)
 
     def _bad_loss(self, what: str) -> LossError:
         """Weights are as before the batch; running statistics saw it, and the one behind it."""
@@ -217,7 +217,7 @@ class AsyncPipeline:
 
     @contextmanager
     def _as_begun(self) -> Iterator[None]:
-        """The batch under way in the modes that it began with."""
+        """The batch in flight in the modes that it began with."""
         now = self._modes()
         try:
             self._set_modes(self.modes)
@@ -251,15 +251,15 @@ class AsyncPipeline:
     # --- what ranks tell each other -----------------------------------------------------------
 
     def _same(self, claim: Claim, first: bool) -> None:
-        """All ranks must be about to do the same. At first all say so, and wait for each other;
-        then each stage sends its word ahead of what it computes."""
-        self.what = key(claim.row()) >> 20
+        """All ranks must be about to do the same. At first all compare, and wait for each other;
+        then each stage sends its digest ahead of what it computes."""
+        self.digest = key(claim.row()) >> 20
         self.given = claim.given
         if first:
             agree(self.transport, claim)
             return
         try:
-            if not self._heard():
+            if not self._same_before():
                 raise self._differ(self.given)
         except BaseException as error:
             self.session.failed = error
@@ -297,58 +297,56 @@ class AsyncPipeline:
             f"{self.transport.rank} has {given}. Give every rank the same global batch"
         )
 
-    def _heard(self) -> bool:
-        """Whether the stages before have the same; our word goes to those behind. (Copies of the
+    def _same_before(self) -> bool:
+        """Whether the stages before have the same; our digest goes to those behind. (Copies of the
         pipeline find out before they update.)"""
         plan, to = self.session.plan, self.transport
         stage = plan.stages_on[to.rank][0]
-        what = torch.tensor([self.what], device=self.session.device)
+        own = torch.tensor([self.digest], device=self.session.device)
         replica = next(r for r, row in enumerate(plan.spatial_groups) if to.rank in row[stage])
         behind = [r for s in plan.sinks[stage] for r in plan.spatial_group_of(s, replica)]
         before = [r for s in plan.sources[stage] for r in plan.spatial_group_of(s, replica)]
-        self.words.append([(to.isend(word := what.clone(), r), word) for r in behind])
-        heard = [torch.zeros_like(what) for _ in before]
-        for handle in [to.irecv(word, r) for word, r in zip(heard, before, strict=True)]:
+        self.digests.append([(to.isend(digest := own.clone(), r), digest) for r in behind])
+        received = [torch.zeros_like(own) for _ in before]
+        for handle in [to.irecv(digest, r) for digest, r in zip(received, before, strict=True)]:
             handle.wait()
-        if (
-            len(self.words) > 2
-        ):  # these were waited for at the other end before our last batch ended
-            for handle, _ in self.words.popleft():
+        if len(self.digests) > 2:  # received at the other end before our last batch ended
+            for handle, _ in self.digests.popleft():
                 handle.wait()
-        return all(torch.equal(word, what) for word in heard)
+        return all(torch.equal(digest, own) for digest in received)
 
-    def _tell(self) -> None:
+    def _begin_report(self) -> None:
         """This rank's part of what is to be known of a batch, once its forwards are done."""
         session = self.session
-        told = session.interrupt is not None and session.interrupt.wanted
-        parts = [session.runner.loss.of_step(self.batches.newest()), told, *_hash(self.what)]
+        stop = session.interrupt is not None and session.interrupt.wanted
+        parts = [session.runner.loss.of_step(self.batches.newest()), stop, *_hash(self.digest)]
         sums = torch.tensor(parts, dtype=torch.float64)
         everyone = tuple(range(self.transport.world))
         handle = self.transport.all_reduce(sums, everyone)
-        said = Said(session.steps - 1, self.given, _hash(self.what), sums, handle)
-        self.said.append(said)
+        report = BatchReport(session.steps - 1, self.given, _hash(self.digest), sums, handle)
+        self.reports.append(report)
 
     # --- an update ----------------------------------------------------------------------------
 
     def _update(self, stage: int) -> tuple[int, Work]:
         """Of the batch whose gradients were summed, if its loss is a number."""
-        said, session = self.said.popleft(), self.session
+        report, session = self.reports.popleft(), self.session
         (own,) = session.optimizers
         while len(self.calls) > 1:
             self._same_calls()
-        said.handle.wait()
-        loss, tellings, one, two = said.parts.tolist()
-        if (one, two) != tuple(self.transport.world * x for x in said.hash):
-            raise self._differ(said.given)
+        report.handle.wait()
+        loss, stops, one, two = report.parts.tolist()
+        if (one, two) != tuple(self.transport.world * x for x in report.hash):
+            raise self._differ(report.given)
         if not math.isfinite(loss) and not self.wrong:
             self.wrong = (
-                f"the loss is {loss} in step {said.step}; no update was made with it, nor with the "
-                "batch behind it. Look at the data of this step, or lower the learning rate"
+                f"the loss is {loss} in step {report.step}; no update was made with it, nor with "
+                "the batch behind it. Look at the data of this step, or lower the learning rate"
             )
         if not self.wrong:
-            self.loss, self.told = loss, tellings > 0
+            self.loss, self.interrupted = loss, stops > 0
             self.batches.versions.step(own.optimizer)
             own.step_scheduler(loss)
         session.zero_grad()
         self.batches.reduced += 1
-        return 0, Done()  # nothing of it is put away
+        return 0, Done()  # nothing of it is offloaded

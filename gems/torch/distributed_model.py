@@ -50,7 +50,7 @@ Own = TypeVar("Own", bound="DistributedModel")
 
 
 class DistributedModel:
-    """The part of `Session` that needs no gradients. `Session` says what the arguments are."""
+    """The part of `Session` that needs no gradients. The arguments are Session's."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class DistributedModel:
         return self.batches.state
 
     def flush(self) -> Any:
-        """Nothing is under way between calls, unless a session trains asynchronously."""
+        """Nothing is in flight between calls, unless a session trains asynchronously."""
         return None
 
     # --- weights --------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class DistributedModel:
         return path
 
     def _meet(self, call: str, **facts: Any) -> None:
-        """All ranks must make this call; what is under way is finished first."""
+        """All ranks must make this call; what is in flight is finished first."""
         self.reject_unusable()
         self.flush()
         self.handshake.call(call, **facts)
@@ -341,7 +341,7 @@ def _reject_folder(folder: str | Path | None, on_disk: bool) -> None:
 
 def _reject_eager(model: DistributedModel) -> None:
     wants = {"clip": model.clip is not None, "precision='fp16'": model.precision == "fp16"}
-    if model.plan.optimizer_step == "eager" and any(wants.values()):
+    if model.plan.residency[0].eager and any(wants.values()):
         what = " and ".join(name for name, is_so in wants.items() if is_so)
         raise PlanError(
             "optimizer_step='eager' updates a stage before the others have their gradients, "

@@ -112,21 +112,7 @@ class Session(DistributedModel):
         what it steps with once they are multiplied by `gradient_factor`.
         """
         self.reject_unusable()
-        if self.loss is None:
-            raise GemsError("this session has no loss; it can only predict")
-        if self.async_pipeline is not None:
-            raise PlanError(
-                "schedule '2bw' takes optimizer steps inside of its windows, not after a batch; "
-                "use gems.Trainer, or another schedule"
-            )
-        if self.complete:
-            raise GemsError(
-                "the gradients of the last batch are complete, and others cannot be added to them; "
-                "call optimizer_step() or zero_grad() on all ranks, or forward_backward(..., "
-                "update=False) for all batches but the last"
-            )
-        if self.plan.optimizer_step == "eager" and not self.optimizers:
-            raise GemsError("optimizer_step='eager' needs an optimizer first; call add_optimizer")
+        _reject_batch(self)
         self.updates = update
         before = Rollback.at(self, self.weights.parameters_here)
         try:
@@ -140,7 +126,7 @@ class Session(DistributedModel):
             self.state.finish_running_stats(self.weights)
             self.window += batch.samples
             self.steps += 1
-            loss, self.norm, interrupted = self._agree_on_loss(update)
+            loss, self.norm, interrupted = _agree_on_loss(self, update)
         except BaseException as error:
             self._break_off(error, before)
             raise
@@ -182,20 +168,6 @@ class Session(DistributedModel):
         for own in self.optimizers:
             own.begin()
         return batch
-
-    def _agree_on_loss(self, update: bool) -> tuple[float, float, bool]:
-        """The batch's loss, the gradient's norm, whether a rank was told to stop: each rank has a
-        part of them."""
-        if update:
-            reduce_tied(self.weights)
-        wants_norm = update and self.weights.needs_norm
-        mine = square_norm(self.weights) if wants_norm else 0.0
-        stop = self.interrupt is not None and self.interrupt.wanted
-        loss = self.runner.loss.of_step(self.state)
-        parts = torch.tensor([loss, mine, stop], dtype=torch.float64)
-        self.transport.all_reduce(parts, tuple(range(self.transport.world))).wait()
-        loss, square, stops = parts.tolist()
-        return loss, math.sqrt(square) if square >= 0 else math.nan, stops > 0
 
     def _break_off(self, error: BaseException, before: Rollback) -> None:
         """A batch failed half-way. One rank alone, with all of its state in place, can go on from
@@ -306,11 +278,11 @@ class Session(DistributedModel):
     # --- asynchronous training ------------------------------------------------------------------
 
     def flush(self) -> Step | None:
-        """Finish what `Trainer.step` left under way with schedule "2bw", and make its update; all
+        """Finish what `Trainer.step` left in flight with schedule "2bw", and make its update; all
         ranks must call it. The next batch uses the weights before the newest, as without it.
 
         All that needs the model as it is, such as `predict` and `save`, does it first. None if
-        nothing is under way, as always with other schedules.
+        nothing is in flight, as always with other schedules.
         """
         if self.async_pipeline is None:
             return None
@@ -357,7 +329,7 @@ class Session(DistributedModel):
 
         All ranks must call it. Under the same plan training goes on bit for bit. Options of the
         optimizer, the seed and random generators become the checkpoint's. One that is damaged, of
-        another model, optimizer or scheduler is refused on all ranks, and nothing was changed
+        another model, optimizer or scheduler is rejected on all ranks, and nothing was changed
         then; `strict=False` takes the weights that fit, and starts training afresh where optimizer
         or scheduler do not. Nothing in the file can run code.
         """
@@ -366,3 +338,37 @@ class Session(DistributedModel):
         self._meet("load")
         with self.weights.unsharded():
             return checkpoint.load(self, path, strict)
+
+
+def _reject_batch(session: Session) -> None:
+    """Raise unless a batch may begin."""
+    if session.loss is None:
+        raise GemsError("this session has no loss; it can only predict")
+    if session.async_pipeline is not None:
+        raise PlanError(
+            "schedule '2bw' takes optimizer steps inside of its windows, not after a batch; "
+            "use gems.Trainer, or another schedule"
+        )
+    if session.complete:
+        raise GemsError(
+            "the gradients of the last batch are complete, and others cannot be added to them; "
+            "call optimizer_step() or zero_grad() on all ranks, or forward_backward(..., "
+            "update=False) for all batches but the last"
+        )
+    if session.plan.residency[0].eager and not session.optimizers:
+        raise GemsError("optimizer_step='eager' needs an optimizer first; call add_optimizer")
+
+
+def _agree_on_loss(session: Session, update: bool) -> tuple[float, float, bool]:
+    """The batch's loss, the gradient's norm, whether a rank was told to stop: each rank has a
+    part of them."""
+    if update:
+        reduce_tied(session.weights)
+    wants_norm = update and session.weights.needs_norm
+    mine = square_norm(session.weights) if wants_norm else 0.0
+    stop = session.interrupt is not None and session.interrupt.wanted
+    loss = session.runner.loss.of_step(session.state)
+    parts = torch.tensor([loss, mine, stop], dtype=torch.float64)
+    session.transport.all_reduce(parts, tuple(range(session.transport.world))).wait()
+    loss, square, stops = parts.tolist()
+    return loss, math.sqrt(square) if square >= 0 else math.nan, stops > 0

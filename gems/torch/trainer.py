@@ -52,7 +52,7 @@ class Trainer:
     scheduler    optimizer -> learning-rate scheduler, stepped after every update; one that looks at
                  a metric is given the loss of the call that made the update
     interrupt    signals to hear: `step` tells all ranks when one was told to stop
-    offload_folder  where the files are of what the plan puts away on disk; the temporary folder
+    offload_folder  where files of what the plan offloads to disk are; the temporary folder
                  if left out
     batch_dim    where the samples of the targets are, if not along the first dim of tensors or in
                  lists with one entry per sample: a dim, "list", "whole" (all micro-batches get it

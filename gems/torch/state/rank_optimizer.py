@@ -123,7 +123,7 @@ def _by_stage(
 ) -> StageOptimizer | None:
     """Stage by stage, where something is offloaded or steps are eager."""
     plan, residency = weights.plan, weights.plan.residency[0]
-    if not residency.offloads and plan.optimizer_step == "end":
+    if not residency.steps_by_stage:
         return None
     place = weights.host
     if place is None:
