@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/own_loop.py
 
 A session runs forward and backward under the plan, and steps the optimizers that it was given; when
-it does is up to the loop. Here two batches make one step, and biases have an optimizer of their own.
+it does so is up to the loop. Here two batches make one step; biases have their own optimizer.
 """
 
 from __future__ import annotations
