@@ -20,7 +20,9 @@ ACTIONS = {
     "D": ("reshard weights", "#8a94a0", "#8a94a0"),
     "S": ("store", "#8f6b1d", "#d8c08a"),
     "L": ("load", "#3d7f4f", "#a9d3b3"),
+    "T": ("all-reduce of tied gradients", "#5d2f7a", "#5d2f7a"),
     "O": ("optimizer step", "#3d3a8c", "#3d3a8c"),
+    "G": ("all-gather of updated weights", "#a0527b", "#a0527b"),
     ">": ("message", "#52606d", "#9aa5b1"),
 }
 MEMORY = {

@@ -76,6 +76,23 @@ class Adapter(Protocol):
         """Free all weights of a stage but the own shard."""
         ...
 
+    def tied_gradients(self, stage: int) -> list[tuple[Any, tuple[int, ...]]]:
+        """Gradients of weights that a stage shares with later ones, to all-reduce in place, each
+        over its own ranks."""
+        ...
+
+    def finish_tied(self, stage: int) -> None:
+        """Their sums are there."""
+        ...
+
+    def updated(self, stage: int) -> list[Any]:
+        """Weights of a stage to all-gather, of which each rank has updated its shard."""
+        ...
+
+    def finish_updated(self, stage: int) -> None:
+        """All of them are there."""
+        ...
+
     def store(self, stage: int, micro_batch: int) -> list[Work]:
         """Begin to offload what a micro-batch saved on a stage."""
         ...

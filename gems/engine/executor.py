@@ -47,11 +47,23 @@ class Engine:
                 f"{parts[0]} is of a part, but adapters run whole micro-batches; schedule those"
             )
         self.receipts = receipts(schedule, plan)[transport.rank]
+        self.end = _end(plan, self.actions)
 
     def step(self, number: int = 0) -> Timeline:
-        """Run all actions once."""
+        """Run all actions once but the update at the end, if there is one: before that, ranks must
+        know that all gradients are good."""
         self.clear()
-        return self.run(self.actions, self.receipts, number)
+        return self.run(self.actions[: self.end], self.receipts, number)
+
+    def finish(self, number: int = 0) -> Timeline:
+        """Run the update. The timeline is that of the whole step."""
+        stamps, meter = self.stamps, self.meter
+        self.run(self.actions[self.end :], {}, number)
+        self.stamps = [*stamps, *self.stamps]
+        if meter.peak.total >= self.meter.peak.total:
+            self.meter.peak = meter.peak
+        self.meter.max_in_flight = meter.max_in_flight
+        return self._timeline()
 
     def clear(self) -> None:
         """Nothing is in flight."""
@@ -217,6 +229,32 @@ class Engine:
 
         self._stamped(action, work)
 
+    def _reduce_tied(self, action: Action) -> None:
+        def work() -> None:
+            tied = self.adapter.tied_gradients(action.stage)
+            self.handles[action] = [self.transport.all_reduce(*pair) for pair in tied]
+
+        self._stamped(action, work)
+
+    def _end_reduce_tied(self, begun: Action) -> None:
+        self._wait(begun)
+        self._stamped(begun, lambda: self.adapter.finish_tied(begun.stage))
+
+    def _gather(self, action: Action) -> None:
+        ranks = self.plan.replica_groups[action.stage]
+
+        def work() -> None:
+            buffers = self.adapter.updated(action.stage)
+            self._count_state()
+            self.handles[action] = [self.transport.all_gather(buffer, ranks) for buffer in buffers]
+
+        self._stamped(action, work)
+
+    def _end_gather(self, begun: Action) -> None:
+        self._wait(begun)
+        self.adapter.finish_updated(begun.stage)
+        self._count_state()
+
     def _reshard(self, action: Action) -> None:
         def work() -> None:
             self.adapter.reshard(action.stage)
@@ -287,6 +325,17 @@ class Engine:
         )
 
 
+def _end(plan: Plan, actions: Sequence[Action]) -> int:
+    """Where the update begins that follows all gradients."""
+    at_end = (
+        (Kind.ALL_GATHER,) if plan.residency[0].eager else (Kind.OPTIMIZER_STEP, Kind.ALL_GATHER)
+    )
+    end = len(actions)
+    while end and actions[end - 1].kind in at_end:
+        end -= 1
+    return end
+
+
 Do = Callable[[Engine, Action], None]
 RUN: dict[Kind, Do] = {
     Kind.FORWARD: Engine._forward,
@@ -297,14 +346,18 @@ RUN: dict[Kind, Do] = {
     Kind.ALL_REDUCE: Engine._reduce,
     Kind.UNSHARD: Engine._unshard,
     Kind.RESHARD: Engine._reshard,
+    Kind.TIED: Engine._reduce_tied,
     Kind.OPTIMIZER_STEP: Engine._step_optimizer,
+    Kind.ALL_GATHER: Engine._gather,
     Kind.STORE: Engine._store,
     Kind.LOAD: Engine._load,
 }
 COMPLETE: dict[Kind, Do] = {
     Kind.ALL_REDUCE: Engine._end_reduce,
     Kind.UNSHARD: Engine._wait,
+    Kind.TIED: Engine._end_reduce_tied,
     Kind.OPTIMIZER_STEP: Engine._end_step,
+    Kind.ALL_GATHER: Engine._end_gather,
     Kind.STORE: Engine._end_store,
     Kind.LOAD: Engine._end_load,
 }

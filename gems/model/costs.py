@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gems.hardware import Link
-from gems.model.graph import Graph, crossings, members
+from gems.model.graph import Graph, crossings, members, tied_stages
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class Costs:
 
     A message takes `latency` seconds and `per_byte` for every byte; none by default. Where stages
     are cut over teams of ranks, `teams` says how many each has, and items are what one rank pays.
+    `tied` are the bytes of parameters that stages share, by the first stage of each set.
     """
 
     items: tuple[Cost, ...]
@@ -122,6 +123,7 @@ class Costs:
     latency: float = 0.0
     per_byte: float = 0.0
     teams: tuple[int, ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def _received(self) -> dict[int, int]:
@@ -151,6 +153,10 @@ class Costs:
     def _edge(self, what: str, source: int, target: int) -> Edge | None:
         """Gradients go back over the edge that outputs come by."""
         return self._edges.get((source, target) if what == "output" else (target, source))
+
+    def tied_bytes(self, stage: int) -> int:
+        """Of parameters that a stage, the first that uses them, shares with later ones."""
+        return dict(self.tied).get(stage, 0)
 
     def stays(self, what: str, source: int, target: int) -> bool:
         """Whether every rank of the target has its part already."""
@@ -230,7 +236,8 @@ def of_stages(blocks: Costs, graph: Graph, stage_of: Sequence[int]) -> Costs:
                 gradients=graph.trained(mine),
             )
         )
-    return Costs(tuple(stages), edges(graph, stage_of))
+    tied = tuple((s[0], size) for s, size in tied_stages(graph, stage_of).items())
+    return Costs(tuple(stages), edges(graph, stage_of), tied=tied)
 
 
 def edges(graph: Graph, stage_of: Sequence[int]) -> tuple[Edge, ...]:

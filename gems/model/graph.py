@@ -189,6 +189,22 @@ def members(stage_of: Sequence[int]) -> list[list[int]]:
     return found
 
 
+def tied_stages(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """The stages that share parameters, in sets that have no stage in common, and how many bytes
+    of parameters each set shares."""
+    used: dict[str, set[int]] = {}
+    for block, stage in zip(graph.blocks, stage_of, strict=True):
+        for name in block.parameters:
+            used.setdefault(name, set()).add(stage)
+    found: list[tuple[set[int], int]] = []
+    for name, stages in ((n, stages) for n, stages in used.items() if len(stages) > 1):
+        joined = [(known, size) for known, size in found if not known.isdisjoint(stages)]
+        apart = [(known, size) for known, size in found if known.isdisjoint(stages)]
+        size = graph.weight[name].bytes + sum(size for _, size in joined)
+        found = [*apart, (stages.union(*(known for known, _ in joined)), size)]
+    return dict(sorted((tuple(sorted(stages)), size) for stages, size in found))
+
+
 def crossings(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
     """The values that each stage sends to each other stage, in a fixed order.
 

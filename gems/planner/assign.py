@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gems.errors import PlanError, problems
 from gems.model.costs import Costs
-from gems.model.graph import Graph, around, covering, crossings, members
+from gems.model.graph import Graph, around, covering, crossings, members, tied_stages
 from gems.planner.in_flight import in_flight
 from gems.planner.partition import by_weight
 from gems.planner.recompute_selection import fitted
@@ -35,7 +35,8 @@ def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
     edges = tuple(crossings(graph, stage_of))
     if found := list(unknown_names(plan, graph)):
         raise PlanError(problems("this plan's recompute does not fit the model:", found))
-    return replace(plan, stages=names, balance=balance, edges=edges)
+    tied = tuple(tied_stages(graph, stage_of))
+    return replace(plan, stages=names, balance=balance, edges=edges, tied=tied)
 
 
 def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) -> list[int]:

@@ -43,6 +43,8 @@ class PlanFields:
     balance        what to even out, `time` or `memory`, or the number of layers of each stage
     max_in_flight  micro-batches whose activations a rank may hold at once (schedule `auto`)
     edges          which stage sends to which; filled in from the model, a chain until then
+    tied           the stages that share weights, in sets that have no stage in common; filled in
+                   from the model
     spatial        the grid of tiles of each of the first stages, one rank per tile: (2, 2), "2x2",
                    "vertical:4"; a list of them for more than one stage
     local_dp       slices of the micro-batch, one rank each, on the stages that are neither spatial
@@ -78,6 +80,7 @@ class PlanFields:
     balance: str | tuple[int, ...] = "time"
     max_in_flight: int = 0
     edges: tuple[tuple[int, int], ...] | None = None
+    tied: tuple[tuple[int, ...], ...] = ()
     spatial: Spatial = ()
     local_dp: int = 1
     halo: str = "d1"

@@ -43,6 +43,7 @@ class Plan(PlanFields):
             put("balance", tuple(self.balance))
         if self.edges is not None:
             put("edges", tuple(tuple(edge) for edge in self.edges))
+        put("tied", tuple(tuple(sorted(stages)) for stages in self.tied))
         put("spatial", tiles_of(self.spatial))
         put("recompute", normalize(self.recompute))
         if self.schedule == "l2l" and self.recompute == "never":  # its forward saves inputs only
@@ -101,6 +102,16 @@ class Plan(PlanFields):
     def rank_for(self, stage: int, micro_batch: int) -> int:
         """The first of the ranks that run this stage for this micro-batch."""
         return self.rank_of(stage, self.replica_of(micro_batch))
+
+    @cached_property
+    def tied_groups(self) -> dict[int, tuple[int, ...]]:
+        """By the first stage of each set that shares weights, the ranks that hold any of them, if
+        there are several."""
+        found = {
+            stages[0]: tuple(sorted({rank for s in stages for rank in self.replica_groups[s]}))
+            for stages in self.tied
+        }
+        return {stage: ranks for stage, ranks in found.items() if len(ranks) > 1}
 
     # --- state and activations ----------------------------------------------------------------
 

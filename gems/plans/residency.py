@@ -106,6 +106,11 @@ class StateResidency:
         return bool(self.weights_offload or self.optimizer_offload)
 
     @property
+    def gathers_updates(self) -> bool:
+        """Whether each rank updates a shard of weights that all ranks hold whole."""
+        return self.zero in (1, 2)
+
+    @property
     def steps_by_stage(self) -> bool:
         """Whether optimizer steps are taken stage by stage, not all at once."""
         return self.eager or self.offloads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
@@ -99,19 +98,7 @@ class _Rank:
             found.append(self.meter.now)
         for begun in self.in_flight.end():
             self._complete(begun)
-        reduces = any(action.kind is Kind.ALL_REDUCE for action in row)
-        if reduces and self.plan.optimizer_step == "end" and self.plan.residency[0].offloads:
-            for stage in self.shares:
-                self._step_at_end(stage)
         return found, self.meter
-
-    def _step_at_end(self, stage: int) -> None:
-        """The optimizer step of a stage after all actions, when nothing else is in flight."""
-        here = self._resident()
-        here = replace(here, optimizer=here.optimizer + self._fetched(stage))
-        if here.total > self.meter.peak.total:
-            self.meter.peak = here
-        self._stepped(stage)
 
     def _run(self, action: Action) -> None:
         if action.way == ">":
@@ -126,7 +113,8 @@ class _Rank:
         elif action.kind is Kind.WEIGHT:
             self._free(action.stage)
         elif action.kind in OF_STAGE:
-            self._change_state(action)
+            if action.kind not in (Kind.TIED, Kind.ALL_GATHER):  # which use memory that is there
+                self._change_state(action)
         elif action.kind is Kind.STORE:
             self.meter.begin_store(self._saved(action)[0])
         elif action.kind is Kind.LOAD:
@@ -169,8 +157,13 @@ class _Rank:
                 self.offloaded.add(stage)
 
     def _stepped(self, stage: int) -> None:
-        self.offloaded.discard(stage)
-        self.gradients.pop(stage, None)
+        """Gradients are freed with the stage's step; if all stages are stepped by one call, with
+        the last of them."""
+        if self.asynchronous or self.plan.residency[stage].steps_by_stage:
+            self.offloaded.discard(stage)
+            self.gradients.pop(stage, None)
+        elif stage == max(self.shares):
+            self.gradients.clear()
 
     def _fetched(self, stage: int) -> int:
         """Bytes that an optimizer step loads from disk: none where it runs on the host."""

@@ -31,7 +31,7 @@ from gems.schedule.action import (
 )
 from gems.schedule.async_window import number_of, place
 from gems.schedule.dependencies import Result, dependencies, results
-from gems.schedule.machine import BEGUN, ScheduleMachine
+from gems.schedule.machine import BEGUN, ScheduleMachine, group_of
 
 Seconds = Callable[[int, Action], float]  # of a rank's own work
 MessageSeconds = Callable[[Message, tuple[int, int]], float]  # over a link
@@ -113,18 +113,19 @@ def _collective_seconds(
 ) -> float:
     """Of a stage's gradients or weights, over its replica group.
 
-    An all-reduce is a reduce-scatter and an all-gather of the same length. With zero=1 or 2 the
-    all-gather follows the optimizer step, and is counted here as the end of the all-reduce; with
-    zero=3 it is the unshard.
+    An all-reduce is a reduce-scatter and an all-gather of the same length. With ZeRO gradients are
+    reduce-scattered; the all-gather of weights is the unshard with zero=3, and with zero=1 and 2 it
+    follows the optimizer step.
     """
     firsts = range(0, copies * plan.world, plan.world)
-    ranks = [first + rank for first in firsts for rank in plan.replica_groups[action.stage]]
-    size = costs[action.stage].gradients
-    sharded = plan.residency[action.stage].shards_weights
-    alone = len(ranks) == 1 or (action.kind is Kind.UNSHARD and not sharded)
+    ranks = [first + rank for first in firsts for rank in group_of(action, plan)]
+    tied = action.kind is Kind.TIED
+    size = costs.tied_bytes(action.stage) if tied else costs[action.stage].gradients
+    residency = plan.residency_over(copies)[action.stage]
+    alone = len(ranks) == 1 or (action.kind is Kind.UNSHARD and not residency.shards_weights)
     if over is None or alone:
         return 0.0
-    part = 0.5 if sharded else 1.0
+    part = 0.5 if residency.sharded and not tied else 1.0
     if isinstance(over, Machine):
         return part * over.allreduce_seconds(size, ranks)
     return part * over.allreduce_seconds(size, len(ranks))
@@ -134,8 +135,7 @@ def _offload_seconds(
     action: Action, plan: Plan, costs: Costs, over: Link | Machine | None, state: float
 ) -> float:
     """Of a stage's offloaded state: weights that are fetched, gradients that are stored, and for an
-    optimizer step all that is read and written. With optimizer_step="end" that is counted as the
-    end of the all-reduce."""
+    optimizer step all that is read and written."""
     residency, cost = plan.residency[action.stage], costs[action.stage]
     if not isinstance(over, Machine) or not residency.offloads:
         return 0.0
@@ -143,12 +143,12 @@ def _offload_seconds(
     update = 2 * state * mine.own + (mine.own + 2 * mine.host_copy if mine.host_copy else 0.0)
     if residency.steps_on_host:
         update = 0.0  # the optimizer runs there
-    size = update
-    if action.kind is Kind.UNSHARD:
-        size = mine.host_copy
-    elif action.kind is Kind.ALL_REDUCE:
-        size = mine.own if mine.host_copy else 0.0
-        size += update if plan.optimizer_step == "end" else 0.0
+    size = {
+        Kind.OPTIMIZER_STEP: update,
+        Kind.UNSHARD: mine.host_copy,
+        Kind.ALL_REDUCE: mine.own if mine.host_copy else 0.0,
+        Kind.ALL_GATHER: 2 * mine.host_copy,  # fetched, and written back
+    }.get(action.kind, 0.0)
     return over.way_to(residency.optimizer_offload).seconds(size) if size else 0.0
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from gems.schedule.action import Action, Kind, Schedule, parse_action
 
-COLLECTIVES = ("A", "U")  # how they end
+COLLECTIVES = ("A", "U", "T", "G")  # how they end
 OFFLOADS = frozenset("SL")  # letters of stores and loads, and of no other action
 KINDS = ("weights", "gradients", "optimizer", "activations", "boundary", "communication")
 

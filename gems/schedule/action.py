@@ -13,7 +13,9 @@ The text form is what one writes on a whiteboard, and it parses back:
     2A       all-reduce the gradients of stage 2 over its replica group
     2U       unshard its weights: all-gather them (zero=3), or fetch them from host or disk
     2D       reshard them: drop all but the own shard
+    2T       all-reduce the gradients of weights that stage 2 shares with later stages
     2O       optimizer step on its weights, with the gradients that were reduced last
+    2G       all-gather its weights, of which each rank has updated a shard (zero=1 and 2)
     2F0@1    the same, in replica 1                       2F0.1   the same, of part 1 only
 
 Parts of a micro-batch (say, patches of its images) are units of their own, with the same rules.
@@ -40,15 +42,21 @@ class Kind(str, Enum):
     ALL_REDUCE = "A"
     UNSHARD = "U"
     RESHARD = "D"
+    TIED = "T"
     OPTIMIZER_STEP = "O"
+    ALL_GATHER = "G"
     STORE = "S"
     LOAD = "L"
 
 
 # Of a stage, not of a micro-batch.
-OF_STAGE = (Kind.ALL_REDUCE, Kind.UNSHARD, Kind.RESHARD, Kind.OPTIMIZER_STEP)
+OF_STAGE = (
+    *(Kind.ALL_REDUCE, Kind.UNSHARD, Kind.RESHARD),
+    *(Kind.TIED, Kind.OPTIMIZER_STEP, Kind.ALL_GATHER),
+)
 OFFLOADS = (Kind.STORE, Kind.LOAD)  # of saved activations, while other actions run
-COLLECTIVES = (Kind.ALL_REDUCE, Kind.UNSHARD)  # of a stage's whole replica group
+# Of a stage's whole replica group; of tied stages, of the replica groups of all of them.
+COLLECTIVES = (Kind.ALL_REDUCE, Kind.UNSHARD, Kind.TIED, Kind.ALL_GATHER)
 
 
 WHOLE = -1  # not a part: all of a micro-batch

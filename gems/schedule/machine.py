@@ -29,10 +29,12 @@ class InFlight:
     all-reduce       an optimizer step; also the next all-reduce, where gradients are freed once
                      they are reduced, so that whole gradients of one stage at most exist
     optimizer step   the next one
+    all-gather       the end; the next all-gather, where it brings offloaded weights
     """
 
     def __init__(self, plan: Plan) -> None:
         self.frees_gradients = plan.residency[0].frees_gradients
+        self.loads_weights = bool(plan.residency[0].weights_offload)
         self.actions: list[Action] = []
         self.computed = False  # since the store in flight began
 
@@ -51,6 +53,8 @@ class InFlight:
             return action.unit == begun.unit and action.computes
         if action.kind is Kind.OPTIMIZER_STEP:
             return True
+        if action.kind is begun.kind is Kind.ALL_GATHER:
+            return self.loads_weights
         reduces = action.kind is begun.kind is Kind.ALL_REDUCE
         return reduces and self.frees_gradients
 
@@ -97,7 +101,7 @@ class Collectives:
         while heads:
             head = self.queues[heads.pop()][0]
             self.waiting[head] += 1
-            group = self.plan.replica_groups[head.stage]
+            group = group_of(head, self.plan)
             if self.waiting[head] == len(group):
                 del self.waiting[head]
                 self.ended[head] += 1
@@ -110,6 +114,13 @@ class Collectives:
     def completed(self, rank: int, action: Action) -> bool:
         """Whether all of it that a rank has begun is complete."""
         return self.ended[action] >= self.begun[rank][action]
+
+
+def group_of(collective: Action, plan: Plan) -> tuple[int, ...]:
+    """The ranks of a collective."""
+    if collective.kind is Kind.TIED:
+        return plan.tied_groups[collective.stage]
+    return plan.replica_groups[collective.stage]
 
 
 def _takes_others(action: Action, plan: Plan) -> bool:
@@ -173,7 +184,7 @@ class ScheduleMachine:
         """The ranks that may have waited for an action."""
         action = step.action
         for collective in step.completed:
-            yield from self.plan.replica_groups[collective.stage]
+            yield from group_of(collective, self.plan)
         if action.way == ">":
             yield from self.plan.spatial_group_for(action.peer, action.micro_batch)
         elif action.computes and not self.lowered:
@@ -210,8 +221,7 @@ class ScheduleMachine:
         found = [result for result in needed if not self._holds(rank, result, action)]
         for begun in self.in_flight[rank].awaited(action):
             if begun.kind in COLLECTIVES and not self.collectives.completed(rank, begun):
-                what = "gathered" if begun.kind is Kind.UNSHARD else "reduced"
-                found.append(Result(what, begun.stage, 0))
+                found.append(Result(begun.kind.value, begun.stage, 0))
         return found
 
     def _holds(self, rank: int, result: Result, action: Action) -> bool:

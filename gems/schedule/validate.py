@@ -15,6 +15,7 @@ from gems.schedule.async_window import batch_of
 from gems.schedule.dependencies import Result, results
 from gems.schedule.machine import ScheduleMachine
 
+UPDATE = (Kind.TIED, Kind.OPTIMIZER_STEP, Kind.ALL_GATHER)
 WORK = ("output", "activations", "gradient", "weight")
 
 
@@ -33,7 +34,7 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found += (_wrong_updates if asynchronous else _wrong_reductions)(schedule, given)
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
-    found += () if asynchronous else _wrong_eager(schedule, plan)
+    found += () if asynchronous else _wrong_steps(schedule, plan)
     return found or _deadlocks(schedule, plan)
 
 
@@ -185,13 +186,16 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
         if done != (mine := set(plan.stages_on[rank])):
             yield f"rank {rank} reduces stages {sorted(done)} but holds {sorted(mine)}"
     # Copies of a pipeline have the same few orders: compare the first rank of each.
-    kinds = COLLECTIVES if plan.residency[0].shards_weights else (Kind.ALL_REDUCE,)
+    kinds = set(COLLECTIVES)
+    if not plan.residency[0].shards_weights:
+        kinds.discard(Kind.UNSHARD)  # each rank fetches its own
     orders = [tuple(a for a in row if a.kind in kinds) for row in schedule.ranks]
     firsts = {order: rank for rank, order in reversed(list(enumerate(orders)))}
     for (one, a), (other, b) in combinations(sorted(firsts.items(), key=lambda kv: kv[1]), 2):
-        stages = {x.stage for x in one} & {x.stage for x in other}
-        mine, theirs = ([x for x in order if x.stage in stages] for order in (one, other))
+        both = set(one) & set(other)
+        mine, theirs = ([x for x in order if x in both] for order in (one, other))
         if mine != theirs:
+            stages = {x.stage for x in both}
             gather = " and gather" if any(x.kind is Kind.UNSHARD for x in mine) else ""
             yield f"ranks {a} and {b} reduce{gather} stages {sorted(stages)} in different orders"
 
@@ -278,27 +282,41 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
                 state[key] = "used"
 
 
-def _wrong_eager(schedule: Schedule, plan: Plan) -> Iterator[str]:
-    """Eager optimizer steps: one per stage, after its all-reduce; otherwise none is scheduled."""
+def _wrong_steps(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    """What follows the all-reduces: gradients of tied stages are summed once, each stage has one
+    optimizer step, and weights that are updated shard by shard are gathered."""
     if not any(a.kind is Kind.ALL_REDUCE for _, a in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
-        reduced: set[int] = set()
-        stepped: set[int] = set()
+        due = _due(rank, plan)
+        found: list[Action] = []
         for step, action in enumerate(row):
+            if action.kind not in UPDATE:
+                continue
             at = f"rank {rank}, step {step}: {action}"
-            if action.kind is Kind.ALL_REDUCE:
-                reduced.add(action.stage)
-            elif action.kind is Kind.OPTIMIZER_STEP:
-                if plan.optimizer_step != "eager":
-                    yield f"{at} is not the plan's, whose optimizer_step is {plan.optimizer_step!r}"
-                elif action.stage not in reduced:
-                    yield f"{at} comes before {action.stage}A"
-                elif action.stage in stepped:
-                    yield f"{at} is the second of its stage"
-                stepped.add(action.stage)
-        if plan.optimizer_step == "eager" and stepped != (mine := set(plan.stages_on[rank])):
-            yield f"rank {rank} updates stages {sorted(stepped)} but holds {sorted(mine)}"
+            if action not in due:
+                yield f"{at} has nothing to do there"
+            elif action in found:
+                yield f"{at} is the second of its stage"
+            elif missing := [str(a) for a in due[action] if a not in row[:step]]:
+                yield f"{at} comes before {', '.join(missing)}"
+            found.append(action)
+        if lost := [str(action) for action in due if action not in found]:
+            yield f"rank {rank} never does {', '.join(lost)}"
+
+
+def _due(rank: int, plan: Plan) -> dict[Action, list[Action]]:
+    """The actions of an update on a rank, and those that each must follow."""
+    mine = plan.stages_on[rank]
+    reduces = [Action(Kind.ALL_REDUCE, s) for s in mine]
+    ties = [Action(Kind.TIED, s) for s, ranks in plan.tied_groups.items() if rank in ranks]
+    found: dict[Action, list[Action]] = dict.fromkeys(ties, reduces)
+    for reduce, s in zip(reduces, mine, strict=True):
+        state, step = plan.residency[s], Action(Kind.OPTIMIZER_STEP, s)
+        found[step] = [reduce] if state.eager else [*reduces, *ties]
+        if state.gathers_updates:
+            found[Action(Kind.ALL_GATHER, s)] = [step]
+    return found
 
 
 def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
@@ -326,9 +344,8 @@ def _unready(machine: ScheduleMachine, rank: int) -> Iterator[str]:
 
 
 def _awaited_action(result: Result, waiting: Action) -> str:
-    if result.what in ("gathered", "reduced"):
-        kind = Kind.UNSHARD if result.what == "gathered" else Kind.ALL_REDUCE
-        return f"{Action(kind, result.stage)} on all its ranks"
+    if result.what in COLLECTIVES:
+        return f"{Action(Kind(result.what), result.stage)} on all its ranks"
     back = Kind.INPUT if waiting.kind in (Kind.INPUT, Kind.WEIGHT) else Kind.BACKWARD
     kinds = {"output": Kind.FORWARD, "activations": Kind.RECOMPUTE, "gradient": back}
     kinds["stored"] = Kind.STORE

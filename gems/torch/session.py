@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PlanError
-from gems.predict.timeline import Memory, Timeline
+from gems.predict.timeline import Timeline
 from gems.torch.async_pipeline import AsyncPipeline
 from gems.torch.consensus import attempt
 from gems.torch.distributed_model import DistributedModel
@@ -23,6 +23,7 @@ from gems.torch.offload.malloc import trim
 from gems.torch.runtime.begin_step import begin_step, changed_buffers
 from gems.torch.runtime.microbatch import Batch
 from gems.torch.state.loss_scale import LossScale
+from gems.torch.state.optimizer_step import TIED
 from gems.torch.state.rank_optimizer import (
     MakeOptimizer,
     MakeScheduler,
@@ -30,7 +31,6 @@ from gems.torch.state.rank_optimizer import (
     reject_shared,
 )
 from gems.torch.state.rollback import Rollback
-from gems.torch.state.updated_weights import gather_updated, reduce_tied, square_norm
 from gems.torch.step import Step
 from gems.transport.protocol import Done, Work
 
@@ -72,10 +72,12 @@ class Session(DistributedModel):
         self.unstepped: list[RankOptimizer] = []  # with them
         self.result = BatchResult(math.nan, 0)  # of the last batch
         self.norm = 0.0  # of its gradients, times the loss scale
+        self.chosen: list[RankOptimizer] = []  # that the engine steps
+        self.factor = 1.0  # of the gradients that they step with
         self.async_pipeline = AsyncPipeline(self) if self.plan.asynchronous else None
         if self.async_pipeline is None:
-            early = self._step_early
-            self.engine = Engine(self.plan, self.schedule, self.adapter, self.transport, early)
+            update = self._step_stage
+            self.engine = Engine(self.plan, self.schedule, self.adapter, self.transport, update)
 
     def add_optimizer(
         self, optimizer: MakeOptimizer | Optimizer, scheduler: MakeScheduler | None = None
@@ -189,19 +191,21 @@ class Session(DistributedModel):
                 "optimizer_step: this optimizer has no gradients to step with; call add_optimizer "
                 "for it, and forward_backward before each step"
             )
-        if any(0 < shard.level < 3 for shard in self.weights.shards.values()):
-            self.handshake.call("optimizer_step")  # which gathers
+        if any(state.gathers_updates for state in self.plan.residency):
+            self.handshake.call("optimizer_step")  # which all-gathers
         return self.step_optimizers(chosen)
 
     def step_optimizers(self, chosen: list[RankOptimizer]) -> bool:
         """The same, where all ranks are known to do it."""
         factor = self.gradient_factor
         norm = self.norm * factor
+        if self.clip is not None and norm > self.clip:
+            factor *= self.clip / (norm + 1e-6)
         try:
             with self._stepping():
-                updated = self._check_overflow(norm) and self._step(chosen, factor, norm)
-                for own in chosen if updated else ():
-                    own.step_scheduler(self.result.loss)
+                updated = self._check_overflow(norm)
+                if updated:
+                    self._update(chosen, factor)
         except BaseException as error:  # some weights have made their step, and some have not
             self.failed = error
             raise
@@ -221,27 +225,32 @@ class Session(DistributedModel):
         self.scale.update(not finite)
         return finite
 
-    def _step(self, chosen: list[RankOptimizer], factor: float, norm: float) -> bool:
-        if self.clip is not None and norm > self.clip:
-            factor *= self.clip / (norm + 1e-6)
-        for own in chosen:
-            if own.by_stage is None:
-                own.step(factor)
-                continue
+    def _update(self, chosen: list[RankOptimizer], factor: float) -> None:
+        for own in chosen if self.plan.residency[0].eager else ():
+            assert own.by_stage is not None  # the step of tied weights is left
             for stage in own.by_stage.unstepped():
-                here = self.weights.resident_memory()
-                self._count(here, own.by_stage.step(stage, factor))
+                own.by_stage.step(stage, factor)
+        self.chosen, self.factor = chosen, factor
+        self.measured = self.engine.finish(self.steps)
         for own in chosen:
-            own.optimizer.zero_grad(set_to_none=True)
-        gather_updated(self.weights)
-        return True
+            own.step_scheduler(self.result.loss)
 
-    def _count(self, here: Memory, loaded: int) -> None:
-        """What is loaded for a late optimizer step may be the most that a step has here."""
-        assert self.measured is not None
-        here = replace(here, optimizer=here.optimizer + loaded)
-        if here.total > self.measured.peaks[0].total:
-            self.measured = replace(self.measured, peaks=(here,))
+    def _step_stage(self, stage: int) -> tuple[int, Work]:
+        """The engine's optimizer step of a stage: bytes that are loaded for it, and its handle. At
+        the end one call steps all stages of the rank, unless something is offloaded."""
+        if self.plan.residency[stage].eager:
+            return self._step_early(stage)
+        stages, loaded = self.weights.stages, 0
+        for own in self.chosen:
+            if own.by_stage is not None:
+                loaded = own.by_stage.step(stage, self.factor)
+            elif stage == stages[0]:
+                own.step(self.factor)
+            if stage == stages[-1]:
+                if own.by_stage is not None:
+                    loaded = max(loaded, own.by_stage.step(TIED, self.factor))
+                own.optimizer.zero_grad(set_to_none=True)
+        return loaded, Done()
 
     def _step_early(self, stage: int) -> tuple[int, Work]:
         """A stage's gradients are complete, and its step need not wait for the others'."""
@@ -362,10 +371,8 @@ def _reject_batch(session: Session) -> None:
 def _agree_on_loss(session: Session, update: bool) -> tuple[float, float, bool]:
     """The batch's loss, the gradient's norm, whether a rank was told to stop: each rank has a
     part of them."""
-    if update:
-        reduce_tied(session.weights)
     wants_norm = update and session.weights.needs_norm
-    mine = square_norm(session.weights) if wants_norm else 0.0
+    mine = session.weights.square_norm() if wants_norm else 0.0
     stop = session.interrupt is not None and session.interrupt.wanted
     loss = session.runner.loss.of_step(session.state)
     parts = torch.tensor([loss, mine, stop], dtype=torch.float64)

@@ -23,7 +23,7 @@ def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
         run = plan.unrolled
         return update(communicate(copies(recompute(schedule, run), run), run), plan)
     order = copies(recompute(schedule, plan), plan)
-    return offload(unshard(reduce(communicate(order, plan), plan), plan, more), plan)
+    return offload(unshard(reduce(communicate(order, plan), plan, more), plan, more), plan)
 
 
 def forward_only(plan: Plan) -> Schedule:

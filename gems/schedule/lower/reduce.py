@@ -1,21 +1,24 @@
-"""Insert the all-reduce of each stage's gradients, and eager optimizer steps."""
+"""Insert what follows backward: all-reduces of gradients, optimizer steps, and the all-gather of
+weights that were updated shard by shard."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from gems.plans.plan import Plan
+from gems.plans.residency import StateResidency
 from gems.schedule.action import Action, Kind, Schedule
 from gems.schedule.machine import ScheduleMachine
 
 
-def reduce(schedule: Schedule, plan: Plan) -> Schedule:
+def reduce(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
     """All-reduce each stage's gradients over its replica group, as soon as they are complete or at
-    the end; eager optimizer steps follow.
+    the end; eager optimizer steps follow each, others come last.
 
-    All ranks issue them in one order, by when the last rank of a stage's group is done, because
-    collectives pair up by order.
+    All ranks issue collectives in one order, by when the last rank of a stage's group is done,
+    because they pair up by order. The plan may stand for so many times `more` copies.
     """
     finished: dict[int, int] = {}
     done: list[list[int]] = [[] for _ in schedule.ranks]  # where each action came in this order
@@ -39,5 +42,14 @@ def reduce(schedule: Schedule, plan: Plan) -> Schedule:
             if plan.optimizer_step == "eager":
                 after[soonest].append(Action(Kind.OPTIMIZER_STEP, stage))
         parts = ((a, *after[position]) for position, a in enumerate(row))
-        lowered.append(tuple(a for part in parts for a in part))
+        whole = (a for part in parts for a in part)
+        lowered.append((*whole, *_update(rank, plan, plan.residency_over(more))))
     return Schedule(tuple(lowered))
+
+
+def _update(rank: int, plan: Plan, residency: Sequence[StateResidency]) -> Iterator[Action]:
+    """What a rank does once it has reduced the gradients of all its stages."""
+    mine = plan.stages_on[rank]
+    yield from (Action(Kind.TIED, s) for s, ranks in plan.tied_groups.items() if rank in ranks)
+    yield from (Action(Kind.OPTIMIZER_STEP, s) for s in mine if not residency[s].eager)
+    yield from (Action(Kind.ALL_GATHER, s) for s in mine if residency[s].gathers_updates)

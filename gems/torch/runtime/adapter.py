@@ -16,6 +16,7 @@ from gems.torch.runtime.reshard import Transfer, buffers, pack, unpack
 from gems.torch.runtime.stage_runner import StageRunner, Tensors
 from gems.torch.runtime.step_state import StepState
 from gems.torch.state.rank_weights import size
+from gems.torch.state.tied_gradients import pack_tied, unpack_tied
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
@@ -158,6 +159,22 @@ class TorchAdapter:
         if stage in advances:  # also on a rank that ran no sample
             advances[stage].prepare()
         self.weights.reshard(stage)
+
+    def tied_gradients(self, stage: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+        state, groups = self.batches.reducing(), self.weights.owned.replica_groups
+        if state.update:
+            state.tied[stage] = pack_tied(self.weights, stage)
+        return [(flat, groups[name]) for name, flat in state.tied.get(stage, {}).items()]
+
+    def finish_tied(self, stage: int) -> None:
+        unpack_tied(self.weights, self.batches.reducing().tied.pop(stage, {}))
+
+    def updated(self, stage: int) -> list[Tensor]:
+        return self.weights.shards[stage].load_updated() if stage in self.weights.shards else []
+
+    def finish_updated(self, stage: int) -> None:
+        if stage in self.weights.shards:
+            self.weights.shards[stage].keep_updated()
 
     # --- bytes and seconds --------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class StepState:
     advances: dict[int, Advance] = field(default_factory=dict)  # by stage
     statistics: dict[int, Statistics] = field(default_factory=dict)  # by stage
     buckets: dict[int, GradBucket] = field(default_factory=dict)  # by stage
+    tied: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # gradients, being reduced
     saved: dict[tuple[int, int], SavedMicrobatch] = field(default_factory=dict)
     activation_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     temporary_bytes: dict[tuple[int, int], int] = field(default_factory=dict)

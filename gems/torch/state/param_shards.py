@@ -97,6 +97,19 @@ class StageShard:
             flat.reshard()
         self.is_unsharded = False
 
+    def load_updated(self) -> list[Tensor]:
+        """The whole weights, of which this rank has updated its shard, to be gathered."""
+        if self.has_host_copy:
+            for handle in self.unshard():
+                handle.wait()
+        return self.flat_weights
+
+    def keep_updated(self) -> None:
+        """They were gathered: put them where they are kept."""
+        if self.has_host_copy:
+            self.write_back()
+            self.reshard()
+
     def release_leaked_views(self) -> None:
         """After a step: release views of the weights that somebody still has."""
         if not self.is_unsharded:

@@ -16,6 +16,7 @@ from gems.torch.offload.stores import Store
 from gems.torch.state.deferred_init import DeferredInit
 from gems.torch.state.ownership import Ownership
 from gems.torch.state.param_shards import StageShard
+from gems.torch.state.sparse_gradients import square
 from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Transport, Work
 
@@ -98,6 +99,20 @@ class RankWeights:
             p.grad = None
         for shard in self.shards.values():
             shard.clear_grads()
+
+    def square_norm(self) -> float:
+        """Of the gradients that this rank is the first to have, so that each counts once."""
+        shards = self.shards.values()
+        counted = {n for shard in shards if shard.level for n in shard.param_shards} | {
+            n for n, ranks in self.owned.replica_groups.items() if ranks[0] == self.rank
+        }
+        here = [
+            square(p.grad)
+            for name, p in self.stepped().items()
+            if p.grad is not None and name in counted
+        ]
+        freed = [(n, square) for shard in shards for n, square in shard.grad_squares.items()]
+        return sum(here) + sum(square for name, square in freed if name in counted)
 
     def release_leaked_views(self) -> None:
         for shard in self.shards.values():
