@@ -214,7 +214,7 @@ class _Rank:
     # --- messages -------------------------------------------------------------------------------
 
     def _offer(self, message: Message) -> None:
-        self.at_hand[message] = self._bytes(message, self.costs.team(message.source))
+        self.at_hand[message] = self._bytes(message, self.costs.group_size(message.source))
         self.meter.add("boundary", self.at_hand[message])
 
     def _take(self, message: Message) -> None:
@@ -250,7 +250,7 @@ class _Rank:
         to every other."""
         if self.costs.stays(*message[:3]):
             return 0
-        pairs = self.costs.team(message.source) * self.costs.team(message.target)
+        pairs = self.costs.group_size(message.source) * self.costs.group_size(message.target)
         return self._bytes(message, pairs)
 
     def _bytes(self, message: Message, parts: int) -> int:
