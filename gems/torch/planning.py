@@ -25,7 +25,7 @@ from gems.planner.request import Request
 from gems.planner.search import SearchResult, search
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import as_module, trace
 

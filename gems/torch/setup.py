@@ -24,7 +24,7 @@ from gems.planner.search import search
 from gems.plans.plan import Plan
 from gems.schedule.action import Schedule
 from gems.torch.runtime.stage_programs import PRECISIONS
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import Trace, trace
 from gems.torch.tracing.unrecordable import REMEDY
