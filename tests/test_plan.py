@@ -398,10 +398,6 @@ def test_a_team_gets_as_much_more_as_it_has_ranks() -> None:
     assert partition([1] * 12, [0] * 12, 3, speeds=(1, 1, 4)) == [0, 2, 4]
     even = partition([1] * 12, [0] * 12, 3, speeds=(2, 2, 2))
     assert even == partition([1] * 12, [0] * 12, 3) == [0, 4, 8]
-        partition([1] * 12, [0] * 12, 3, speeds=(2, 2, 2))
-        == partition([1] * 12, [0] * 12, 3)
-        == [0, 4, 8]
-    )
 
 
 def test_what_every_rank_of_a_team_bears_whole_is_not_divided() -> None:

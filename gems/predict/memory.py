@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
-from gems.plans.residency import StateBytes
+from gems.plans.residency import ADAM, StateBytes
 from gems.predict.timeline import Memory, Meter
 from gems.schedule.action import OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
@@ -24,11 +24,11 @@ def kept(stage: int, micro_batch: int, plan: Plan, costs: Costs) -> int:
 
 
 def live(
-    schedule: Schedule, plan: Plan, costs: Costs, state: float = 2.0, copies: int = 1
+    schedule: Schedule, plan: Plan, costs: Costs, state: float = ADAM, copies: int = 1
 ) -> list[tuple[Row, Meter]]:
     """For each rank its live bytes after every action, and the meter that knows the peak.
 
-    `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
+    `state` is the optimizer's bytes per byte of trained weights: 2 for Adam, 1 for momentum. The
     plan may stand for `copies` of itself on further ranks.
     """
     asynchronous, plan = plan.asynchronous, plan.unrolled
