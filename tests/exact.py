@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gems.geometry.box import split_points
 from gems.plans.plan import Plan
-from gems.torch.runtime.rng import _lock
+from gems.torch.tensors.rng import _lock
 from gems.torch.tracing.calls import Call, Record
 from gems.torch.tracing.record import record
 from gems.torch.trainer import Trainer

@@ -24,15 +24,15 @@ from torch.utils import _pytree as pytree
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, even
 from gems.torch.runtime.codegen import write
-from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.streaming import Stream
 from gems.torch.spatial.group import SpatialGroup, Traffic
 from gems.torch.spatial.partition import StageLayout, lay_out
 from gems.torch.spatial.patches import lay_out_patches
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
+from gems.torch.tensors.rng import Draws
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.calls import leaves_of
-from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.record import record
 from gems.transport.protocol import Transport
 from gems.transport.threads import Local, run
@@ -152,7 +152,7 @@ class Plain:
     def stream(
         self, grid: Sequence[int], points: Points | Mapping[str, Points] | None = None
     ) -> Stream:
-        """The same on one rank, block after block, and compare."""
+        """The same on one rank, patch after patch, and compare."""
         model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
         entering = self.layouts(grid, points)
         laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from gems.torch.runtime.split_backward import Ledger, receive, settle
+from gems.torch.autograd.split_backward import Ledger, receive, settle
 
 Tensor = torch.Tensor
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gems.plans.plan import Plan
-from gems.torch.runtime.absent_gradient import PATTERN, absent, is_absent
+from gems.torch.autograd.absent_gradient import PATTERN, absent, is_absent
 from gems.transport.protocol import Transport
 from tests import exact
 from tests.exact import assert_equal, batches, join, plainly, same_state

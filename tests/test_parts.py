@@ -14,8 +14,8 @@ from gems.errors import PlanError
 from gems.plans.plan import Plan
 from gems.predict.memory import live
 from gems.schedule.action import Kind
-from gems.torch.offload.split_inputs import shard_of
 from gems.torch.spatial.group import CHANNEL, SpatialGroup
+from gems.torch.spatial.partitioned_activations import shard_of
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run

@@ -38,7 +38,7 @@ from gems.predict.stage_costs import price
 from gems.schedule.build import build
 from gems.schedule.greedy import least
 from gems.torch.planning import Study, plan
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport

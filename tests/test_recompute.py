@@ -46,7 +46,7 @@ from gems.schedule.build import build, lowered
 from gems.schedule.validate import check
 from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import split
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport

@@ -19,7 +19,7 @@ from torch import nn
 
 from gems.errors import GemsError
 from gems.plans.plan import Plan
-from gems.torch.state.released import form_of, is_released, release, restore
+from gems.torch.tensors.released import form_of, is_released, release, restore
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run

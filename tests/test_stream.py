@@ -30,8 +30,8 @@ from gems.hardware import machine
 from gems.model.estimate import estimate
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.spatial.partition import CallNotTileable
-from gems.torch.tracing.halo_costs import with_halos
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport

@@ -13,10 +13,10 @@ from torch import nn
 
 from gems.model.graph import Value
 from gems.plans.plan import Plan
-from gems.torch.runtime.norm_gradients import sound
+from gems.torch.autograd.norm_gradients import sound
 from gems.torch.runtime.reshard import flat, shaped
 from gems.torch.runtime.running_stats import Statistics
-from gems.torch.runtime.strides import tile_strides
+from gems.torch.tensors.strides import tile_strides
 from tests.exact import alone, assert_equal, plainly, planned
 
 Tensor = torch.Tensor
@@ -190,7 +190,7 @@ def test_batch_norm_of_one_sample_is_right_whatever_the_strides(
         plain = backward(norm, a, b)
         wrong += not all(torch.allclose(p, t) for p, t in zip(plain, expected, strict=True))
     if len(shape) == 4 and layer is nn.BatchNorm2d:
-        assert wrong, "torch is right now: gems/torch/runtime/norm_gradients.py may go"
+        assert wrong, "torch is right now: gems/torch/autograd/norm_gradients.py may go"
 
 
 def test_statistics_that_follow_an_unfinished_step_count_no_batches_of_instance_norm() -> None:

@@ -22,7 +22,7 @@ from gems.plans.plan import Plan
 from gems.schedule.action import parse
 from gems.schedule.lower.passes import lower
 from gems.torch.runtime.codegen import write
-from gems.torch.runtime.rng import Draws
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.threads import run

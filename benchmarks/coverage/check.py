@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.coverage.networks import Case
 from gems.errors import GemsError
 from gems.plans.plan import Plan
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.trace import Trace, as_arguments, trace
 from gems.transport.threads import run
 from tests.exact import Outcome, Recordings, join, part, plainly, trained
@@ -258,7 +258,7 @@ def quiet(model: nn.Module) -> nn.Module:
 
 def _reach(traced: Trace, model: nn.Module) -> Found:
     """The share of the work that has an exact cut, and what ends it."""
-    from gems.torch.tracing.halo_costs import _cut
+    from gems.torch.spatial.halo_costs import _cut
 
     try:
         blocks = with_halos(traced, model).blocks
@@ -279,8 +279,8 @@ def _reach(traced: Trace, model: nn.Module) -> Found:
 @contextmanager
 def _reason(traced: Trace, model: nn.Module, dim: int) -> Iterator[str]:
     from gems.geometry.layout import even
-    from gems.torch.runtime.rng import Draws
     from gems.torch.spatial.partition import CallNotTileable, lay_out
+    from gems.torch.tensors.rng import Draws
 
     record = traced.record
     shapes = {name: record.values[name].shape for name in record.inputs}

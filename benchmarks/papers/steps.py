@@ -17,7 +17,7 @@ from gems.predict.simulate import simulate
 from gems.predict.stage_costs import price
 from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.trace import trace
 from tests import networks
 

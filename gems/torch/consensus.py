@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gems.errors import GemsError, PeerError, ShapeError
-from gems.torch.runtime.rng import key
+from gems.torch.tensors.rng import key
 from gems.transport.protocol import Transport
 from gems.transport.torch_distributed import SAME
 

@@ -23,7 +23,7 @@ from gems.planner.explain import chosen, explain
 from gems.planner.search import Found, Wish, search
 from gems.plans.fields import SCHEDULES
 from gems.plans.plan import Plan
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import as_module, trace
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gems.torch.runtime.rng import key
+from gems.torch.tensors.rng import key
 
 Plain = (bool, int, float, str, type(None), tuple)
 

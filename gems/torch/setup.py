@@ -31,7 +31,7 @@ from gems.schedule.lower.passes import lower
 from gems.schedule.lower.recompute import recompute
 from gems.schedule.validate import require
 from gems.torch.runtime.stage_programs import PRECISIONS
-from gems.torch.tracing.halo_costs import with_halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import Trace, trace
 from gems.torch.tracing.unrecordable import REMEDY

@@ -55,7 +55,6 @@ from gems.torch.runtime.microbatch import Batch, describe, split, tensors
 from gems.torch.runtime.microbatch_loss import Loss, MicrobatchLoss
 from gems.torch.runtime.outputs import collect
 from gems.torch.runtime.regularizer import Penalty, Regularizer
-from gems.torch.runtime.rng import key
 from gems.torch.runtime.sampleless_buffers import free_buffers
 from gems.torch.runtime.stage_programs import PRECISIONS, StagePrograms
 from gems.torch.runtime.stage_runner import StageRunner
@@ -74,6 +73,7 @@ from gems.torch.state.rollback import Rollback
 from gems.torch.state.sharded_optimizer import shard_optimizer
 from gems.torch.state.sparse_gradients import dense, embeddings, reject_rows, square
 from gems.torch.step import Step
+from gems.torch.tensors.rng import key
 from gems.torch.tracing.trace import as_module
 from gems.transport.protocol import Done, Transport, Work
 

@@ -50,7 +50,7 @@ from gems.errors import CheckpointError, short
 from gems.torch.agree import together
 from gems.torch.checkpoint.atomic_folder import sync
 from gems.torch.checkpoint.manifest import DTYPES, REMEDY, Manifest, TensorEntry
-from gems.torch.state.released import form_of
+from gems.torch.tensors.released import form_of
 from gems.transport.encoding import sendable
 from gems.transport.protocol import Transport
 

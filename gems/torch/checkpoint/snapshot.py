@@ -32,9 +32,9 @@ from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_o
 from gems.torch.offload.optimizer import OffloadedState
 from gems.torch.state.optimizer_state import named_state, type_name
 from gems.torch.state.param_shards import StageShard
-from gems.torch.state.released import form_of
 from gems.torch.state.sharded_optimizer import full_state
 from gems.torch.state.sparse_gradients import dense
+from gems.torch.tensors.released import form_of
 
 Tensor = torch.Tensor
 

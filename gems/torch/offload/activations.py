@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from gems.torch.offload.stores import Slot, Store
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor

@@ -8,8 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from gems.torch.offload.stores import Slot, Store
-from gems.torch.state.released import release, restore
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.released import release, restore
+from gems.torch.tensors.storage import storage_of
 
 Tensor = torch.Tensor
 WHY = "is offloaded and not in memory between updates"

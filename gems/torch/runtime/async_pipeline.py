@@ -32,12 +32,12 @@ from gems.torch.consensus import Claim, agree, listed
 from gems.torch.runtime.adapter import TorchAdapter
 from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import describe, split
-from gems.torch.runtime.rng import key
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.two_batches import TwoBatches
 from gems.torch.state.ownership import Ownership
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.step import Step
+from gems.torch.tensors.rng import key
 from gems.transport.protocol import Done, Transport, Work
 
 Tensor = torch.Tensor

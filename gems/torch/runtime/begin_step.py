@@ -12,7 +12,7 @@ from gems.torch.runtime.sampleless_buffers import Advance
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.step_state import StepState
-from gems.torch.spatial.tiled_loss import TiledLoss, prepare
+from gems.torch.runtime.tiled_loss import TiledLoss, prepare
 from gems.torch.state.rank_weights import RankWeights, entry
 
 

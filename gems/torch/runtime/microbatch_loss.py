@@ -14,9 +14,9 @@ from gems.plans.plan import Plan
 from gems.torch.runtime.loss_parameters import Leaves
 from gems.torch.runtime.microbatch import read_box, tensors
 from gems.torch.runtime.regularizer import Penalty
-from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.step_state import SavedMicrobatch, StepState
 from gems.torch.spatial.tiled_stage import TiledStage
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Ref, is_placeholder
 
 Tensor = torch.Tensor

@@ -22,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from gems.errors import PlanError
 from gems.torch.runtime.activation_checkpoint import Buffer
 from gems.torch.runtime.codegen import write
-from gems.torch.runtime.rng import Draws
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call, Record
 
 Update = Callable[[], Any]

@@ -13,17 +13,17 @@ from torch import nn
 
 from gems.hardware import Machine
 from gems.plans.plan import Plan
-from gems.torch.runtime.activation_checkpoint import Again
+from gems.torch.autograd.split_backward import Ledger
+from gems.torch.runtime.activation_checkpoint import Recomputation
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
 from gems.torch.runtime.partitioned_model import PartitionedModel, partition_model
-from gems.torch.runtime.rng import Draws
 from gems.torch.runtime.sampleless_buffers import free_buffers
-from gems.torch.runtime.split_backward import Ledger
 from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.validate import reject_misplaced
 from gems.torch.spatial.tiled_stage import TiledStage
 from gems.torch.state.ownership import Ownership, reject_unordered
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.guards import Guards, Structure, apply_assigned
 from gems.torch.tracing.recordings import Recordings
 from gems.torch.tracing.trace import Trace, trace
@@ -60,7 +60,7 @@ class StagePrograms:
         self.precision = precision
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
-        self.again = Again()
+        self.recomputation = Recomputation()
         self.recordings: Recordings[PartitionedModel] = Recordings()
         self.structure = Structure(model)
         states = enumerate(plan.residency)
@@ -150,7 +150,7 @@ class StagePrograms:
             self.draws,
             self.ledger.deferral if stage in self.deferred else None,
             bound.runs if bound else None,
-            (self.again, run_of),
+            (self.recomputation, run_of),
             bound if bound is not None and self.plan.activations[stage].partitioned else None,
         )
         if twice := [n for c in calls if c.region is not None for n in c.norms]:

@@ -9,19 +9,19 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gems.errors import TraceError
+from gems.torch.autograd.absent_gradient import absent, is_absent
+from gems.torch.autograd.split_backward import Entry, receive, settle
 from gems.torch.offload.activations import SavedTensors, unpacked
-from gems.torch.offload.split_inputs import shard_of
 from gems.torch.offload.stores import Store
-from gems.torch.runtime.absent_gradient import absent, is_absent
 from gems.torch.runtime.activation_checkpoint import as_it_was, snapshot, touched
 from gems.torch.runtime.codegen import Program
 from gems.torch.runtime.microbatch import read_box, tensors
 from gems.torch.runtime.microbatch_loss import MicrobatchLoss
 from gems.torch.runtime.running_stats import unrecorded
-from gems.torch.runtime.split_backward import Entry, receive, settle
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.step_state import SavedMicrobatch, StepState
 from gems.torch.runtime.streaming import Stream
+from gems.torch.spatial.partitioned_activations import shard_of
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import TiledStage
@@ -285,19 +285,19 @@ class StageRunner:
         self, state: StepState, stage: int, i: int, deferred: list[Entry] | None
     ) -> Iterator[None]:
         """Backward, in which checkpointed runs of layers are recomputed as forward ran them."""
-        partitioned, again = state.partitions[i], self.programs.again
+        partitioned, recomputation = state.partitions[i], self.programs.recomputation
         bound = self.programs.bound(partitioned, stage, i)
 
         def around() -> AbstractContextManager[None]:
             tiles = None if bound is None else SavedTiles(self.weights.storages)
             return self._saving(bound, tiles, deferred)
 
-        again.around = around
+        recomputation.around = around
         try:
             with unrecorded(partitioned.recomputed.get(stage, ())):
                 yield
         finally:
-            again.around = nullcontext
+            recomputation.around = nullcontext
 
     def _absent(self, state: StepState, stage: int, i: int, name: str) -> Tensor:
         """No gradient for what a stage received."""

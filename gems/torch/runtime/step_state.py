@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from gems.torch.autograd.split_backward import Entry
 from gems.torch.offload.activations import PackedTensor, SavedTensors
-from gems.torch.offload.split_inputs import StridedForm
 from gems.torch.runtime.microbatch import Batch
 from gems.torch.runtime.partitioned_model import PartitionedModel
 from gems.torch.runtime.running_stats import Statistics
 from gems.torch.runtime.sampleless_buffers import Advance
-from gems.torch.runtime.split_backward import Entry
-from gems.torch.spatial.tiled_loss import TiledLoss
+from gems.torch.runtime.tiled_loss import TiledLoss
+from gems.torch.spatial.partitioned_activations import StridedForm
 from gems.torch.state.grad_bucket import GradBucket
 from gems.torch.state.rank_weights import RankWeights
 

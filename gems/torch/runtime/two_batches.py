@@ -10,7 +10,7 @@ from gems.schedule.async_window import AT_ONCE, place
 from gems.torch.runtime.step_state import StepState
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.state.weight_versions import WeightVersions
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.storage import storage_of
 
 
 class TwoBatches:

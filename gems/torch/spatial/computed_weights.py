@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from gems.torch.runtime.split_backward import watched
+from gems.torch.autograd.split_backward import watched
 
 # Hooks that compute a weight before forward, and look at nothing else.
 COMPUTES_WEIGHT = (WeightNorm, SpectralNorm)

@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gems.geometry.layout import Layout, layout_like
 from gems.model.graph import Value, Weight
-from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.computed_weights import shown
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Attr, Call, Ref, name_of
 
 Tensor = torch.Tensor

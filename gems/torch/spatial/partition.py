@@ -20,7 +20,6 @@ from torch import nn
 from gems.geometry.box import Box, moves
 from gems.geometry.layout import Layout, Spans, around, clipped, hulls, read
 from gems.geometry.window import Same
-from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.computed_weights import observed, watched_names
 from gems.torch.spatial.op import NotTileable, Op
 from gems.torch.spatial.rule import FROM_WHOLE, OWN, Rule, rule_of
@@ -39,6 +38,7 @@ from gems.torch.spatial.rules import (  # noqa: F401
     resize,
 )
 from gems.torch.spatial.rules.elementwise import Broadcast
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call, Record
 
 Boxes = tuple[Box, ...]  # one per rank

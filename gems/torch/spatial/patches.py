@@ -8,9 +8,9 @@ from dataclasses import replace
 from torch import nn
 
 from gems.geometry.layout import Layout, Spans
-from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.rule import OWN, Rule
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call, Record
 
 

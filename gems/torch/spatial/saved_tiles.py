@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from gems.torch.offload.activations import PackedTensor, SavedTensors, unpacked
 from gems.torch.spatial.halo_exchange import HaloExchange
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.storage import storage_of
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, Spans, clipped
 from gems.geometry.window import Window
-from gems.torch.runtime.split_backward import Entry
+from gems.torch.autograd.split_backward import Entry
 from gems.torch.spatial.computed_weights import prepare, prepared
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.halo_exchange import ExchangeHalos, HaloExchange, PadTile

@@ -12,7 +12,7 @@ from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.op import Run
 from gems.torch.spatial.partition import StageLayout
 from gems.torch.spatial.tile import ForwardContext, Tile
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.storage import storage_of
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gems.errors import PlanError, problems
-from gems.torch.runtime.rng import key
+from gems.torch.tensors.rng import key
 from gems.torch.tracing.held_weights import remember_replaced, replace_held
 
 Initialize = Callable[[nn.Module], None]

@@ -23,8 +23,8 @@ from torch import nn
 
 from gems.torch.offload.host_copy import HostCopy, resize
 from gems.torch.offload.stores import Slot, Store
-from gems.torch.state.released import release
 from gems.torch.state.sparse_gradients import dense, square
+from gems.torch.tensors.released import release
 from gems.transport.protocol import Work, own_part
 
 Tensor = torch.Tensor

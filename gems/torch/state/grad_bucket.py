@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from gems.torch.runtime.strides import fitting
 from gems.torch.state.sparse_gradients import dense
+from gems.torch.tensors.strides import fitting
 
 Tensor = torch.Tensor
 

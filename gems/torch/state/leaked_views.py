@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gems.torch.state.released import is_released, release
+from gems.torch.tensors.released import is_released, release
 
 Tensor = torch.Tensor
 KEPT = "was kept as a view of weights past the step; clone it there, because what it is a view of"

@@ -29,8 +29,8 @@ from torch import nn
 from gems.torch.offload.stores import Store
 from gems.torch.state.flat_params import FlatParam
 from gems.torch.state.leaked_views import LeakedViews
-from gems.torch.state.released import release, restore
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.released import release, restore
+from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor

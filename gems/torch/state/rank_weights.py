@@ -16,7 +16,7 @@ from gems.torch.offload.stores import Store
 from gems.torch.state.deferred_init import DeferredInit
 from gems.torch.state.ownership import Ownership
 from gems.torch.state.param_shards import StageShard
-from gems.torch.tracing.op_meter import storage_of
+from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Transport, Work
 
 Tensor = torch.Tensor

@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from gems.errors import TraceError
-from gems.torch.runtime.running_stats import tracked
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.assigned import assign_buffer, assigned_buffer, set_data
 from gems.torch.tracing.calls import Call, name_of, tensors_in
 from gems.torch.tracing.fake_weights import FakeWeights
 from gems.torch.tracing.frozen import tensors_within
-from gems.torch.tracing.op_meter import CallMeter, reject_own_generator, storage_of
+from gems.torch.tracing.norm_calls import tracked
+from gems.torch.tracing.op_meter import CallMeter, reject_own_generator
 from gems.torch.tracing.tape import Made, Tape
 from gems.torch.tracing.unrecordable import Unrecordable, looks_at_values, reason
 from gems.torch.tracing.value_checks import Branches

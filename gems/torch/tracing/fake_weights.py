@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gems.errors import TraceError
 from gems.model.graph import Weight
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.held_weights import replaced
-from gems.torch.tracing.op_meter import storage_of
 
 
 class FakeWeights:

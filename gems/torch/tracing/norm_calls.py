@@ -16,13 +16,17 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from gems.torch.runtime.running_stats import tracked
 from gems.torch.tracing.calls import Attr, Call
 
 _signature = inspect.signature(F.batch_norm)
 COUNT = "num_batches_tracked"
+
+
+def tracked(module: nn.Module) -> bool:
+    """Whether a forward of this module, as it is now, changes running statistics."""
+    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
 
 
 def adopt_norms(

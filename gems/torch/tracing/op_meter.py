@@ -10,12 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from gems.errors import TraceError
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """A number that two tensors share if, and while, they share memory."""
-    return tensor.untyped_storage()._cdata
-
+from gems.torch.tensors.storage import storage_of
 
 # They change running averages without saying so: neither schema nor version shows it.
 AVERAGING = (

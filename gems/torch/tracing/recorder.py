@@ -15,12 +15,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gems.errors import TraceError
-from gems.torch.runtime.running_stats import tracked
 from gems.torch.tracing.caches import forget_cached, uncompiled
 from gems.torch.tracing.call_recorder import CallRecorder
 from gems.torch.tracing.calls import Record, name_of
 from gems.torch.tracing.fake_weights import FakeWeights
-from gems.torch.tracing.norm_calls import known_momentum
+from gems.torch.tracing.norm_calls import known_momentum, tracked
 from gems.torch.tracing.patches import patched
 from gems.torch.tracing.reads import Reads
 from gems.torch.tracing.real_run import real_run

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gems.errors import TraceError
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.calls import Call, name_of
 from gems.torch.tracing.fake_weights import FakeWeights
 from gems.torch.tracing.frozen import tensors_within
 from gems.torch.tracing.norm_calls import adopt_norms, norm_paths
-from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.values import Values
 
 # They look at no value of what they are given.

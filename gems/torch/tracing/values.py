@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import TraceError
 from gems.model.graph import Value
+from gems.torch.tensors.storage import storage_of
 from gems.torch.tracing.calls import Attr, Ref
-from gems.torch.tracing.op_meter import storage_of
 from gems.torch.tracing.unrecordable import REMEDY
 
 

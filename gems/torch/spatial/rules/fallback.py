@@ -26,12 +26,12 @@ from torch import nn
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, layout_like
 from gems.model.graph import Value
-from gems.torch.runtime.strides import restrided
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.op import NotTileable, Op, Run
 from gems.torch.spatial.rule import OWN, Rule
 from gems.torch.spatial.rules.opaque import opaque
 from gems.torch.spatial.tile import Tile
+from gems.torch.tensors.strides import restrided
 from gems.torch.tracing.calls import Ref
 
 Tensor = torch.Tensor

@@ -23,7 +23,7 @@ import torch
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, clipped
 from gems.geometry.window import Slide, Window
-from gems.torch.runtime.split_backward import Settle, accumulate, watched
+from gems.torch.autograd.split_backward import Settle, accumulate, watched
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.tile import ForwardContext, Tile
 

@@ -11,9 +11,9 @@ from torch import nn
 from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
 from gems.model.graph import ITEMSIZE, Graph
-from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.patches import ends, unstreamable
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.trace import Trace
 
 NUMBER = 4  # bytes of a number in a sum of statistics

@@ -20,10 +20,10 @@ from gems.errors import PlanError, TraceError
 from gems.geometry.layout import Layout
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import read_box, signature, stand_ins, tensors
-from gems.torch.runtime.rng import Draws
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.tiled_stage import TiledStage, bind
+from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Attr, Record, Ref, is_placeholder, leaves_of
 from gems.torch.tracing.record import record
 from gems.torch.tracing.unrecordable import REMEDY

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gems.torch.runtime.strides import fitting, row_major
+from gems.torch.tensors.strides import fitting, row_major
 from gems.torch.tracing.calls import Call
 
 Tensor = torch.Tensor

@@ -1,0 +1,1 @@
+"""Backward, changed: weight gradients that come later, absent gradients, gradients of norms."""

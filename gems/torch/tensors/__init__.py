@@ -1,0 +1,1 @@
+"""What holds of a tensor in any stage: its strides, its memory, its random numbers."""
