@@ -152,7 +152,7 @@ class Plain:
     def stream(
         self, grid: Sequence[int], points: Points | Mapping[str, Points] | None = None
     ) -> Stream:
-        """The same on one rank, block after block, and compare."""
+        """The same on one rank, patch after patch, and compare."""
         model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
         entering = self.layouts(grid, points)
         laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs)

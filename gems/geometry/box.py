@@ -207,8 +207,8 @@ def tiles(shape: Sequence[int], grid: Sequence[int]) -> tuple[Box, ...]:
 def moves(have: Sequence[Box], want: Sequence[Box]) -> tuple[Move, ...]:
     """Every part of a tensor that must go from rank to rank so that each gets the box it wants.
 
-    Entry i of both lists is rank i's, and an empty box says that it has or wants nothing. Sorted by
-    source, then target. Two ranks of a row, each wanting one cell more than it has (a halo)::
+    Entry i of both lists is rank i's; an empty box where it has or wants nothing. Sorted by source,
+    then target. Two ranks of a row, each wanting one cell more than it has (a halo)::
 
         have     ├──── 0 ────┼──── 1 ────┤          moves:  0->0 [0:3]   1->0 [3:4]
                  0           3           6                  0->1 [2:3]   1->1 [3:6]

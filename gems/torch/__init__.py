@@ -1,1 +1,1 @@
-"""The PyTorch door."""
+"""All that imports PyTorch."""

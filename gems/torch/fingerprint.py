@@ -56,10 +56,10 @@ def of_tensor(x: Tensor, *, whole: int = LARGE) -> int:
 
 
 def _of_lazy(x: Lazy, thorough: bool) -> Any:
-    """An array that is read box by box may say what it holds by a `checksum` of its own."""
+    """Of an array that is read box by box: its own `checksum`, if it has one."""
     about = (tuple(x.shape), str(x.dtype), x.start)
-    if (told := getattr(x.source, "checksum", None)) is not None:
-        return (*about, told() if callable(told) else told)
+    if (checksum := getattr(x.source, "checksum", None)) is not None:
+        return (*about, checksum() if callable(checksum) else checksum)
     if not thorough or 0 in x.shape:
         return about
     corners = [tuple(0 for _ in x.shape), tuple(n // 2 for n in x.shape)]

@@ -1,8 +1,8 @@
-"""Being told to stop: signals become a wish that all ranks hear of after the same step.
+"""Signals that stop training: all ranks learn of them after the same step.
 
 A scheduler may signal one rank or all of them, at different moments. A trainer that is given an
-`Interrupt` adds its wish to the sum that every step makes anyway, and `step.interrupted` says, the
-same on every rank, whether anybody was told:
+`Interrupt` adds it to the all-reduce that every step makes anyway, so that `step.interrupted` is
+the same on every rank:
 
     with Interrupt() as interrupt:
         trainer = gems.Trainer(..., interrupt=interrupt)
@@ -11,8 +11,8 @@ same on every rank, whether anybody was told:
                 trainer.save("run/step-123")
                 sys.exit(interrupt.code)
 
-The exit code is 128 + the signal, as a shell would say it: 143 for SIGTERM, also on ranks that
-heard of it from others. Not 0: torchrun and Slurm would take the job for finished (`afterok` jobs
+The exit code is 128 + the signal, as in a shell: 143 for SIGTERM, also on ranks that learnt of it
+from others. Not 0: torchrun and Slurm would take the job for finished (`afterok` jobs
 would start, and nobody would start it again).
 """
 

@@ -151,7 +151,7 @@ def _is_loopback(address: str) -> bool:
 class Run:
     """What this process has set up once, and all its transports share.
 
-    Trainers come and go; the store stays, because it cannot be found again at the same place. Each
+    The store outlives trainers, because another one cannot be opened at the same address. Each
     default group has a part of the store for itself, so that none finds the addresses of another.
     """
 
@@ -301,7 +301,7 @@ def _attend(heartbeat: Heartbeat, patience: float) -> None:
 
 
 def usable(backend: str | None) -> None:
-    """Refuse a backend that cannot run here."""
+    """Raise if a backend cannot run here."""
     if backend == "mpi":
         raise GemsError(
             "backend mpi: torch here has no MPI backend; gloo and nccl run under mpirun, too: "

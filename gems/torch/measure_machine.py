@@ -54,17 +54,17 @@ def measured() -> Machine:
 
 def _disk() -> Link:
     """The slower of writing and reading; the system may well keep some of it in memory."""
-    home = DiskStore(torch.device("cpu"))
+    store = DiskStore(torch.device("cpu"))
 
     def seconds(x: torch.Tensor) -> float:
-        slot = home.slot(x.nbytes)
+        slot = store.slot(x.nbytes)
         return max(_best(lambda: slot.write(x).wait()), _best(lambda: slot.read(x).wait()))
 
     try:
         large = torch.ones(16 * 2**20)
         return Link(large.nbytes / seconds(large), seconds(torch.ones(1)))
     finally:
-        home.close()
+        store.close()
 
 
 def _device() -> Device:

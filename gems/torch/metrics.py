@@ -4,7 +4,7 @@
     scores.add(trainer.predict(images), labels)
     scores.summary()                              # {"accuracy": 0.93, "auc": 0.97}
 
-Nothing is an average of averages. Two `Scores` added up say what one would of all their samples.
+Nothing is an average of averages: the sum of two `Scores` is that of all their samples.
 """
 
 from __future__ import annotations

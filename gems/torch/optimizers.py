@@ -50,7 +50,7 @@ def optimizer(
             f"momentum is {momentum}, not from 0 up to 1": not 0 <= momentum < 1,
         }
     if any(wrong.values()):
-        found = "; ".join(fault for fault, is_so in wrong.items() if is_so)
+        found = "; ".join(problem for problem, is_so in wrong.items() if is_so)
         raise ValueError(f"this optimizer cannot be made: {found}")
     more = {}
     if name in MOMENTUM:

@@ -157,7 +157,7 @@ def unpack(data: bytes | memoryview) -> Any:
     data = memoryview(data)
     length = int.from_bytes(data[:HEADER], "little")
     if len(data) < HEADER or length > len(data) - HEADER:
-        raise Malformed(f"{len(data)} bytes with a header that promises {length}")
+        raise Malformed(f"{len(data)} bytes with a header that announces {length}")
     try:
         told = json.loads(bytes(data[HEADER : HEADER + length]))
         if isinstance(told, dict) and set(told) == {"$unsendable"}:

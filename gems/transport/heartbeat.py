@@ -2,7 +2,7 @@
 
 [Note: what counts as life] One thread writes this rank's line and reads the others', several times
 per `timeout`. It needs Python's lock for some microseconds each time, so work of any length may go
-on beside it: torch and numpy let go of the lock while they compute, and so do sleeping, reading and
+on beside it: torch and numpy release the lock while they compute, and so do sleeping, reading and
 waiting. A rank that is in one call that holds the lock for longer than `timeout` looks like one
 that is stopped; on the node of whoever asks, it counts as alive as long as it uses the processor.
 Across nodes it does not: then `timeout` must be longer than the longest such call.
@@ -35,7 +35,7 @@ from gems.transport.board import (
 
 BEATS = 6  # per timeout
 SLOWEST = 5.0  # seconds between two
-WORDS = 600  # characters that a rank may say of its end
+WORDS = 600  # characters of why a rank ended
 AGAIN = "start again from a checkpoint"
 
 
@@ -146,7 +146,7 @@ class Heartbeat:
         """Read the lines again, if their place answers in so many seconds."""
         late = monotonic() + patience
         with self.changed:
-            wanted = self.rounds + 2  # one may be under way
+            wanted = self.rounds + 2  # one may have begun
             while self.rounds < wanted and monotonic() < late:
                 self.wake.set()
                 self.changed.wait(0.05)

@@ -73,7 +73,7 @@ class Folder:
         _flock(self.lock, wait=True)
 
     def leave(self) -> None:
-        """Let go of it; the last process that does so removes it."""
+        """Release it; the last process that does so removes it."""
         if self.lock is None or os.getpid() != self.pid:  # a fork has copies of all this
             return
         os.close(self.lock)
@@ -104,7 +104,7 @@ def _host(pointer: Path) -> Folder:
     with _alone() as folder:
         if (taken := _pointed(pointer)) is not None and _held(taken / "lock-0"):
             raise GemsError(
-                f"another run that is under way meets in {taken}; set MASTER_PORT to another "
+                f"another run that has not ended uses {taken}; set MASTER_PORT to another "
                 "number, the same on all ranks of this run"
             )
         made = _create(folder, "0")

@@ -9,7 +9,7 @@ Link = tuple[int, int, int]  # source, target, channel
 
 
 class Work(Protocol):
-    """Something under way."""
+    """An operation that has begun."""
 
     def wait(self) -> None:
         """Block until it is done, or raise PeerError if it never will be."""
@@ -17,7 +17,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Moves flat buffers between ranks. A buffer under way belongs to the transport until `wait`.
+    """Moves flat buffers between ranks. A buffer belongs to the transport until `wait`.
 
     Messages from one rank to another arrive in the order in which they were sent, and must be
     asked for in that order, on each channel by itself: a link is (source, target, channel). Sums

@@ -135,7 +135,9 @@ class TorchDist:
         try:
             group = dist.new_group(list(ranks), timeout=setting_up(self.timeout), backend=backend)
         except RuntimeError as error:
-            raise self._lost(f"rank {self.rank} meeting ranks {_listed(ranks)}", error) from error
+            raise self._lost(
+                f"rank {self.rank} in rendezvous with ranks {_listed(ranks)}", error
+            ) from error
         if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
             limit = NCCL if (backend or self.backend) == "nccl" else FOREVER
             dist.distributed_c10d._set_pg_timeout(limit, group)
@@ -373,6 +375,6 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What torch or gloo have to say, without source files and good wishes."""
-    said = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", str(error).strip()).partition("\n")[0]
-    return said.partition(". This is typically")[0] or type(error).__name__
+    """The first line of an error of torch or gloo, without source files and advice."""
+    line = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", str(error).strip()).partition("\n")[0]
+    return line.partition(". This is typically")[0] or type(error).__name__

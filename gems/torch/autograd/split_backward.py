@@ -1,14 +1,14 @@
-"""Put weight gradients off: backward gives input gradients first (I), weight gradients later (W).
+"""Split backward: input gradients first (I), weight gradients later (W).
 
 A deferred module runs on detached weights, so autograd computes only what goes on towards the
 input, with the same kernels. A hook in the graph notes input and output gradient in the ledger
-of the micro-batch; settling the ledger computes the weight gradients and adds them up.
+of the micro-batch; settling the ledger computes the weight gradients and accumulates them.
 
 Convolutions and linear layers are deferred. Normalisation is not: its weight gradients are sums
-that its input gradient needs anyway, or next to nothing beside a convolution's, and putting them
-off would keep two more activations per layer until W. (Deferring GroupNorm in the network of
-benchmarks/pipeline took 44.5 MB per rank instead of 35, and no less time.) Nor is what carries
-hooks or parametrisations: such modules run as they are, and their weight gradients come with I.
+that its input gradient needs anyway, or next to nothing beside a convolution's, and deferring them
+would hold two more activations per layer until W. (Deferring GroupNorm in the network of
+benchmarks/pipeline took 44.5 MB per rank instead of 35, and no less time.) Nor is what has hooks or
+parametrisations: such modules run as they are, and their weight gradients come with I.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Entry = tuple[Settle, Tensor | PackedTensor, int | None, Tensor]
 
 
 class Ledger:
-    """What is put off, per micro-batch. `page` is the one that forward writes to now, and `bundle`
-    has what will be put away meanwhile."""
+    """Deferred weight gradients. `page` has those of the micro-batch that forward runs now;
+    `bundle` its saved tensors, if they will be offloaded."""
 
     def __init__(self) -> None:
         self.page: list[Entry] | None = None
         self.bundle: SavedTensors | None = None
 
     def deferral(self, module: nn.Module) -> Callable[..., Any] | None:
-        """A function that does what `module` does and puts its weight gradient off, if it can."""
+        """A function that does what `module` does and defers its weight gradient, if it can."""
         make = DEFERRED.get(type(module))
         if make is None:
             return None

@@ -1,13 +1,13 @@
-"""A run of calls that keeps what it was given and nothing else, and runs again in backward.
+"""Activation checkpointing of a run of calls: it saves its inputs, and is recomputed in backward.
 
               forward                                   backward
     inputs ──► run, without autograd ──► outputs        gradients of outputs
-      └─ kept ──────────────────────────────────────►   1. run again, with autograd, from the inputs
-                                                        2. backward through it: weights are done
-    gradients of inputs  ◄───────────────────────────   3. what arrived at the inputs goes on
+      └─ saved ─────────────────────────────────────►   1. recompute, with autograd, from the inputs
+                                                        2. backward: weights get their gradients
+    gradients of inputs  ◄───────────────────────────   3. gradients that reached the inputs
 
-The second run must do what the first did: random numbers are keyed, running statistics count once,
-and a buffer that the run changes begins where it began.
+Recomputation must repeat the forward: random numbers are keyed, running statistics count once, and
+a buffer that the run changes has its earlier value.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ class Run:
     mutated: tuple[bool, ...]  # inputs that it changes in place: it gets copies of them
     differentiable: tuple[bool, ...]  # outputs that a gradient comes back for
     buffers: Sequence[Buffer]  # that it changes
-    team: SpatialGroup | None = None  # if the stage is cut, and shares out what all its ranks keep
-    shared: tuple[bool, ...] = ()  # the inputs that all of them have as a whole
-    device: str = "cpu"  # of which autocast is the same in both runs
+    group: SpatialGroup | None = None  # that shards the inputs that all its ranks have
+    replicated: tuple[bool, ...] = ()  # the inputs that all of them have
+    device: str = "cpu"  # whose autocast state is restored
 
-    def kept(self, inputs: Sequence[Tensor]) -> tuple[list[StridedForm | None], list[Tensor]]:
-        """What of the inputs is kept; of those that are shared out, a part of this form."""
+    def shard(self, inputs: Sequence[Tensor]) -> tuple[list[StridedForm | None], list[Tensor]]:
+        """What is saved: of inputs that are sharded, their form and this rank's shard."""
         forms: list[StridedForm | None] = [None] * len(inputs)
-        kept = list(inputs)
-        for at, shared in enumerate(self.shared):
-            if shared and self.team is not None:
-                forms[at], kept[at] = shard_of(inputs[at], self.team)
-        return forms, kept
+        saved = list(inputs)
+        for at, replicated in enumerate(self.replicated):
+            if replicated and self.group is not None:
+                forms[at], saved[at] = shard_of(inputs[at], self.group)
+        return forms, saved
 
-    def whole(self, kept: Sequence[Tensor], forms: Sequence[StridedForm | None]) -> list[Tensor]:
-        """The inputs again; all ranks of the team come here, in one order."""
+    def unshard(self, saved: Sequence[Tensor], forms: Sequence[StridedForm | None]) -> list[Tensor]:
+        """The inputs. Collective: all ranks of the group must call it, in one order."""
         return [
-            x if form is None or self.team is None else form.unshard(x, self.team)
-            for x, form in zip(kept, forms, strict=True)
+            x if form is None or self.group is None else form.unshard(x, self.group)
+            for x, form in zip(saved, forms, strict=True)
         ]
 
 
-class Again:
-    """What the second runs on this rank happen in; the adapter says what that is."""
+class Recomputation:
+    """Recomputes runs on this rank, inside the context that `around` makes."""
 
     def __init__(self) -> None:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -68,16 +68,18 @@ class Again:
     def __call__(self, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
         # Weights may want a gradient if no input does.
         anchor = torch.empty(0, requires_grad=not any(x.requires_grad for x in inputs))
-        return _Again.apply(anchor, run, self, *inputs)  # type: ignore[no-any-return]
+        return _Checkpointed.apply(anchor, run, self, *inputs)  # type: ignore[no-any-return]
 
 
-class _Again(torch.autograd.Function):
+class _Checkpointed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: Run, again: Again, *inputs: Tensor) -> Any:
-        ctx.run, ctx.again, ctx.autocast = run, again, _autocast(run.device)
+    def forward(
+        ctx: Any, anchor: Tensor, run: Run, recomputation: Recomputation, *inputs: Tensor
+    ) -> Any:
+        ctx.run, ctx.recomputation, ctx.autocast = run, recomputation, _autocast(run.device)
         ctx.set_materialize_grads(False)
-        ctx.forms, kept = run.kept(inputs)
-        ctx.save_for_backward(*kept)
+        ctx.forms, saved = run.shard(inputs)
+        ctx.save_for_backward(*saved)
         ctx.before = snapshot(run.buffers)
         # Detached on both sides: to autograd this is one operation that makes new tensors.
         found = run.function(*(x.detach() for x in _own(run, inputs)))
@@ -91,12 +93,12 @@ class _Again(torch.autograd.Function):
         run: Run = ctx.run
         wanted = ctx.needs_input_grad[3:]
         arrived: list[Tensor | None] = [None] * len(wanted)
-        saved = run.whole(ctx.saved_tensors, ctx.forms)
-        around, buffers = ctx.again.around(), as_it_was(run.buffers, ctx.before)
+        inputs = run.unshard(ctx.saved_tensors, ctx.forms)
+        around, buffers = ctx.recomputation.around(), as_it_was(run.buffers, ctx.before)
         with around, torch.autocast(run.device, **ctx.autocast), buffers, torch.enable_grad():
             given = (
                 receive(x, lambda g, at=at: arrived.__setitem__(at, g)) if wanted[at] else x
-                for at, x in enumerate(_own(run, saved))
+                for at, x in enumerate(_own(run, inputs))
             )
             results = run.function(*given)
         pairs = [

@@ -19,7 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from gems.geometry.box import Box
 from gems.torch.autograd.norm_gradients import normalises, sound
 from gems.torch.autograd.split_backward import hooked
-from gems.torch.runtime.activation_checkpoint import Again, Run, touched
+from gems.torch.runtime.activation_checkpoint import Recomputation, Run, touched
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import restrided
 from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
@@ -49,18 +49,19 @@ def write(
     draws: Draws,
     deferral: Deferral | None = None,
     instead: Mapping[str, Callable[..., Any]] | None = None,
-    again: tuple[Again, Mapping[str, int]] | None = None,
-    cut: TiledStage | None = None,
+    recompute: tuple[Recomputation, Mapping[str, int]] | None = None,
+    tiled: TiledStage | None = None,
 ) -> Program:
     """Compile `calls` into a function that gives `outputs`.
 
-    `draws` gives random numbers to the calls that draw. `deferral` may
-    replace a module by a function that puts its weight gradient off; `instead` replaces calls by
-    name, with functions that see to random numbers themselves. `again` has the runs of calls that
-    are recomputed in backward: the number of its run, by the name of a call. What such a run reads
-    and all ranks of a `cut` stage have as a whole, they keep in parts.
+    `draws` gives random numbers to the calls that draw. `deferral` may replace a module by a
+    function that defers its weight gradient; `instead` replaces calls by name, with functions that
+    draw their own random numbers. `recompute` has the runs of calls that are recomputed in
+    backward: the number of its run, by the name of a call. With `tiled`, the spatial group shards
+    what such a run reads and all its ranks have.
     """
-    writer = _Writer(record, model, draws, deferral, instead or {}, again or (Again(), {}), cut)
+    recompute = recompute or (Recomputation(), {})
+    writer = _Writer(record, model, draws, deferral, instead or {}, recompute, tiled)
     made = {name for call in calls for name in call.writes}
     inputs = _inputs(calls)
     inputs += tuple(n for n in outputs if n not in made and n not in inputs)
@@ -81,12 +82,12 @@ class _Writer:
         draws: Draws,
         deferral: Deferral | None,
         instead: Mapping[str, Callable[..., Any]],
-        again: tuple[Again, Mapping[str, int]],
-        cut: TiledStage | None,
+        recompute: tuple[Recomputation, Mapping[str, int]],
+        tiled: TiledStage | None,
     ) -> None:
-        self.cut = cut
+        self.tiled = tiled
         self.record, self.model, self.instead = record, model, instead
-        self.run_of = again[1]
+        self.run_of = recompute[1]
         self.recomputed: dict[str, tuple[Any, ...]] = {}  # function -> what is known about it
         self.above: list[str] = []  # the functions of these
         self.draws, self.deferral = draws, deferral
@@ -99,7 +100,7 @@ class _Writer:
             "_random": draws.call,
             "_checkpoint": torch_checkpoint.checkpoint,
             "_checkpoint_all": _checkpoint_all,
-            "_again": again[0],
+            "_recompute": recompute[0],
             "_unflatten": pytree.tree_unflatten,
             "_restrided": restrided,
         }
@@ -156,7 +157,7 @@ class _Writer:
     def _region(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
         """A torch.utils.checkpoint region stays one: its calls are recomputed in backward.
 
-        Not of a stage that is cut over ranks: torch recomputes when a saved tensor is asked for,
+        Not of a tiled stage: torch recomputes when a saved tensor is asked for,
         and a rank that saved none would not come to the exchanges of the others.
         """
         name, inputs = f"region{run[0].region}", _inputs(run)
@@ -167,7 +168,7 @@ class _Writer:
         self._invoke(f"{how}({self._listed(name, inputs)}, {options})", wanted, indent)
 
     def _run(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
-        """A run that keeps nothing but its inputs."""
+        """A run that saves its inputs only."""
         number = self.run_of.get(run[0].name)
         name = f"region{run[0].region}" if number is None else f"run{number}"
         inputs = _inputs(run)
@@ -179,11 +180,11 @@ class _Writer:
             tuple(n in changed for n in inputs),
             tuple(self.record.values[n].grad for n in wanted),
             touched(run, self.model),
-            None if self.cut is None else self.cut.group,
-            tuple(self.cut is not None and self.cut.box(n) is None for n in inputs),
+            None if self.tiled is None else self.tiled.group,
+            tuple(self.tiled is not None and self.tiled.box(n) is None for n in inputs),
             self.device,
         )
-        self._invoke(f"_again({self._listed(f'_{name}', inputs)})", wanted, indent)
+        self._invoke(f"_recompute({self._listed(f'_{name}', inputs)})", wanted, indent)
 
     def _listed(self, name: str, inputs: Sequence[str]) -> str:
         return ", ".join((name, *map(self.var, inputs)))
@@ -245,10 +246,10 @@ class _Writer:
             hooks = call.function is torch.Tensor.register_hook
             return self.bind(_hooked if hooks else call.function)
         module = self.model.get_submodule(call.module)
-        put_off = None
+        deferred = None
         if self.deferral and call.grad and call.region is None:
-            put_off = self.deferral(module)
-        return self.bind(put_off or module)
+            deferred = self.deferral(module)
+        return self.bind(deferred or module)
 
     def _sound(self, call: Call) -> Callable[..., Any]:
         run = call.function if call.module is None else self.model.get_submodule(call.module)
@@ -256,7 +257,7 @@ class _Writer:
         return self.sounds.setdefault(id(run), sound(run))
 
     def _dropout(self, call: Call) -> Callable[..., torch.Tensor]:
-        """Dropout by the cell, so that it comes out the same wherever the tensor is cut."""
+        """Dropout by the cell, so that it does not depend on how the tensor is tiled."""
         module = self.model.get_submodule(call.module) if call.module else None
 
         def run(input: torch.Tensor, p: float = 0.5, **_: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One step's samples, cut into micro-batches along their first dimension."""
+"""One step's samples, split into micro-batches along their first dimension."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def split(inputs: Any, targets: Any, micro_batches: int, batch_dim: Any = None) 
 
     Targets are tensors with the samples along their first dim, lists or tuples with one entry per
     sample, or dicts, lists and tuples of these; numbers and texts go to all micro-batches. Where
-    that is not so, `batch_dim` says what is: a dim, "list", or "whole" for what all micro-batches
-    get as it is; or a dict, list or tuple of these, shaped like the targets.
+    that is not so, `batch_dim` tells how they are split: a dim, "list", or "whole" for what all
+    micro-batches get as it is; or a dict, list or tuple of these, shaped like the targets.
     """
     inputs, targets = pytree.tree_map(_whole, (inputs, targets))
     given = tensors(inputs)
@@ -126,7 +126,7 @@ def split(inputs: Any, targets: Any, micro_batches: int, batch_dim: Any = None) 
         )
     samples = lengths.pop()
     spans = list(pairwise(split_points(samples, micro_batches)))
-    one = batch_dim is None and sum(a < b for a, b in spans) == 1  # nothing needs to be cut
+    one = batch_dim is None and sum(a < b for a, b in spans) == 1  # nothing needs to be split
     if targets is None or one:
         parts = [targets if a < b else None for a, b in spans]
     else:

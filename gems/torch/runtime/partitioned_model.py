@@ -1,4 +1,4 @@
-"""The model cut for one input signature: into stages, and stages into boxes."""
+"""The model partitioned for one input signature: into stages, and stages into tiles or patches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Tensor = torch.Tensor
 
 @dataclass
 class PartitionedModel:
-    """The model cut into the plan's stages, and what is known about each of them."""
+    """The model partitioned into the plan's stages, and what is known about each of them."""
 
     trace: Trace
     plan: Plan
@@ -56,13 +56,13 @@ class PartitionedModel:
     machine: Machine
     crossing: dict[tuple[int, int], tuple[str, ...]]
     blocks: list[list[int]]
-    laid: dict[int, StageLayout] = field(default_factory=dict)  # stages that are cut into boxes
-    streamed: dict[int, StageLayout] = field(default_factory=dict)  # stages cut into blocks in time
+    laid: dict[int, StageLayout] = field(default_factory=dict)  # tiled stages
+    streamed: dict[int, StageLayout] = field(default_factory=dict)  # streamed stages
     streams: dict[int, Stream] = field(default_factory=dict)
     bound: dict[tuple[int, ...], TiledStage] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     footprints: dict[int, Footprint] = field(default_factory=dict)
-    recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms that may run again
+    recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms of recomputed runs
     losses: dict[Any, TiledLoss] = field(default_factory=dict)
     transfers: dict[tuple[Any, ...], Transfer] = field(default_factory=dict)
     changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
@@ -73,7 +73,7 @@ class PartitionedModel:
                 self.laid[stage] = self._lay_out(stage, grid)
                 _log_gathered(stage, grid, self.laid[stage])
             if self.plan.activations[stage].patches:
-                self.streamed[stage] = self._lay_out_blocks(
+                self.streamed[stage] = self._lay_out_patches(
                     stage, self.plan.activations[stage].patches
                 )
 
@@ -90,7 +90,7 @@ class PartitionedModel:
         return self.changed[stage]
 
     def sent(self, stage: int) -> list[str]:
-        """The values that a stage gives away: to other stages, or as the model's output."""
+        """The values that a stage sends to other stages, or gives as the model's output."""
         found = [n for (a, _), names in self.crossing.items() if a == stage for n in names]
         if stage == self.plan.depth - 1:
             found += self.trace.graph.outputs
@@ -102,12 +102,12 @@ class PartitionedModel:
         return recomputed_blocks(names, self.trace.graph, self.blocks[stage])
 
     def recomputed_runs(self, stage: int) -> dict[str, int]:
-        """The calls that run again inside backward, each with the number of its run."""
+        """The calls that are recomputed inside backward, each with the number of its run."""
         groups = enumerate(runs(self.blocks[stage], self.recomputed_blocks(stage) or ()))
         return {c.name: n for n, run in groups for block in run for c in self.trace.calls(block)}
 
     def shared(self) -> list[tuple[int, str]]:
-        """What all ranks of a team keep as a whole to compute from it again: stages and values."""
+        """What all ranks of a spatial group save whole to recompute from it: stages and values."""
         found = []
         for stage, laid in self.laid.items():
             if self.plan.activations[stage].whole_stage:
@@ -119,7 +119,7 @@ class PartitionedModel:
         return found
 
     def footprint(self, stage: int) -> Footprint:
-        """Bytes that a micro-batch keeps on a stage that is not cut, and what backward adds."""
+        """Bytes that a micro-batch saves on a stage that is not tiled, and what backward adds."""
         if stage not in self.footprints:
             blocks, recomputed = self.blocks[stage], self.recomputed_blocks(stage) or ()
             self.footprints[stage] = footprint(self.trace.graph, blocks, recomputed)
@@ -144,32 +144,32 @@ class PartitionedModel:
         read += [n for n in self.sent(stage) if n not in made]
         return list(dict.fromkeys(read))
 
-    def _lay_out_blocks(self, stage: int, blocks: tuple[int, ...]) -> StageLayout:
-        """A stage over blocks in time, each from its box of what enters."""
-        calls, shown = self.calls(stage), Grid(tiles=blocks)
+    def _lay_out_patches(self, stage: int, patches: tuple[int, ...]) -> StageLayout:
+        """A streamed stage: each patch from its box of what enters."""
+        calls, shown = self.calls(stage), Grid(tiles=patches)
         entering = {}
         for name in self._read(stage):
             shape = self.trace.graph.value[name].shape
-            if (dims := spatial_dims(len(shape), blocks)) is not None:
-                entering[name] = even(shape, dims, blocks)
+            if (dims := spatial_dims(len(shape), patches)) is not None:
+                entering[name] = even(shape, dims, patches)
         if not entering:
             raise PlanError(
-                f"stage {stage} streams {shown} blocks, but reads no image of {len(blocks)} dims; "
-                "give a grid with as many axes as the images have, or let fewer stages stream"
+                f"stage {stage} streams {shown} patches, but reads no image of {len(patches)} "
+                "dims; give a grid with as many axes as the images have, or let fewer stages stream"
             )
         try:
             sent = self.sent(stage)
             return lay_out_patches(self.trace.record, self.model, calls, entering, self.draws, sent)
         except CallNotTileable as error:
-            raise PlanError(self._stream_refusal(stage, shown, error)) from error
+            raise PlanError(self._not_streamable(stage, shown, error)) from error
 
-    def _stream_refusal(self, stage: int, shown: Grid, error: CallNotTileable) -> str:
+    def _not_streamable(self, stage: int, shown: Grid, error: CallNotTileable) -> str:
         names = [call.name for call in self.calls(stage)]
         at = names.index(error.call.name)
         before = f"let stage {stage} end at {names[at - 1]}" if at else "let fewer stages stream"
         norm = " or put it in evaluation mode (frozen), or use a norm of each pixel's channels,"
         return (
-            f"stage {stage} streams {shown} blocks, but {error}. To stream exactly,"
+            f"stage {stage} streams {shown} patches, but {error}. To stream exactly,"
             f"{norm * bool(error.call.norms)} {before}"
         )
 
@@ -188,10 +188,10 @@ class PartitionedModel:
                 make(self.plan.fused_layers) if self.plan.fused_layers else self._best(stage, make)
             )
         except CallNotTileable as error:
-            raise PlanError(self._refusal(stage, grid, error)) from error
+            raise PlanError(self._not_tileable(stage, grid, error)) from error
 
     def _best(self, stage: int, make: Any) -> StageLayout:
-        """Layers fetch together while the messages saved cost more than the work done twice."""
+        """Layers share a halo exchange while its messages would cost more than computing twice."""
         device = self.machine.device
         link = self.machine.slowest(self.plan.spatial_group_of(stage, 0))
         rate = device.flops * device.compute_efficiency
@@ -199,21 +199,21 @@ class PartitionedModel:
         size = ITEMSIZE[graph.value[graph.inputs[0]].dtype]
 
         def price(laid: StageLayout) -> float:
-            """Seconds of the busiest rank: strips there and back, and what is computed again,
-            once forward and twice as much backward."""
+            """Seconds of the busiest rank: halos there and back, and what is computed twice, once
+            forward and twice as much backward."""
             sent = traffic(laid.exchanges())
-            strips = max((m * link.latency + n * size / link.bandwidth for m, n in sent), default=0)
+            halos = max((m * link.latency + n * size / link.bandwidth for m, n in sent), default=0)
             tiles = max((prod(x.grid) for x in laid.layouts.values()), default=1)
-            again = sum(
+            twice = sum(
                 call.flops / tiles * (times - 1)
                 for call, times in zip(laid.calls, laid.extra(), strict=True)
             )
-            return 2 * strips + 3 * again / rate
+            return 2 * halos + 3 * twice / rate
 
         return cheapest(make, price)
 
     def _entering(self, name: str, grid: Grid) -> Layout | None:
-        """How a value that a stage reads is cut on arrival; None: every rank gets all of it."""
+        """How a value that a stage reads is tiled on arrival; None: every rank gets all of it."""
         value = self.trace.graph.value[name]
         shape = value.shape
         real = tuple(n for n in grid.shape if n > 1)
@@ -223,12 +223,12 @@ class PartitionedModel:
         source = self._source(name)
         before = self.laid[source].layouts.get(name) if source in self.laid else None
         if source in self.laid and before is None:
-            return None  # every rank of a cut stage has all of it, so it is no image any more
-        dims = _cut_dims(len(shape), grid)
+            return None  # every rank of a tiled stage has all of it, so it is no image any more
+        dims = _tiled_dims(len(shape), grid)
         if dims is None:
             return None
         if before is not None and source is not None:
-            usual = _cut_dims(len(shape), self.plan.grids[source])
+            usual = _tiled_dims(len(shape), self.plan.grids[source])
             if usual is not None and before.dims == tuple(d - 1 for d in usual):
                 dims = tuple(d - 1 for d in dims)  # channels come last
         if before is not None and (before.dims, before.grid) == (dims, real):
@@ -242,7 +242,7 @@ class PartitionedModel:
             return None
         return next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
 
-    def _refusal(self, stage: int, grid: Grid, error: CallNotTileable) -> str:
+    def _not_tileable(self, stage: int, grid: Grid, error: CallNotTileable) -> str:
         names = [call.name for call in self.calls(stage)]
         at = names.index(error.call.name)
         before = (
@@ -257,49 +257,49 @@ class PartitionedModel:
         )
 
     def bind(
-        self, stage: int, team: tuple[int, ...], rank: int, transport: Transport
+        self, stage: int, ranks: tuple[int, ...], rank: int, transport: Transport
     ) -> TiledStage:
-        """A cut stage on one rank of one of its teams."""
-        key = (stage, *team)
+        """A tiled stage on one rank of one of its spatial groups."""
+        key = (stage, *ranks)
         if key not in self.bound:
             grid = tuple(n for n in self.plan.grids[stage].shape if n > 1)
-            place = SpatialGroup(grid, team, team.index(rank), transport)
-            self.bound[key] = bind(self.laid[stage], place)
+            group = SpatialGroup(grid, ranks, ranks.index(rank), transport)
+            self.bound[key] = bind(self.laid[stage], group)
         return self.bound[key]
 
-    def boxes(self, stage: int, name: str, team: Sequence[int], *, own: bool) -> dict[int, Box]:
-        """What each rank of a team has of a value in a stage."""
+    def boxes(self, stage: int, name: str, ranks: Sequence[int], *, own: bool) -> dict[int, Box]:
+        """What each rank of a spatial group has of a value in a stage."""
         layout = self.laid[stage].layouts.get(name) if stage in self.laid else None
         if layout is None:
-            return whole(self.trace.graph.value[name], team)
+            return whole(self.trace.graph.value[name], ranks)
         found = layout.own_boxes() if own else layout.boxes()
-        return dict(zip(team, found, strict=True))
+        return dict(zip(ranks, found, strict=True))
 
     def transfer(
         self,
         value: Value,
         source: int,
         target: int,
-        givers: Sequence[int],
-        takers: Sequence[int],
+        senders: Sequence[int],
+        receivers: Sequence[int],
         back: bool,
     ) -> Transfer:
-        """How a value gets from one stage to another, or its gradient back."""
-        key = (value.name, source, target, *givers, -1, *takers, back)
+        """How a value is sent from one stage to another, or its gradient back."""
+        key = (value.name, source, target, *senders, -1, *receivers, back)
         if key not in self.transfers:
             self.transfers[key] = Transfer(
                 value,
-                self.boxes(source, value.name, givers, own=True),
-                self.boxes(source, value.name, givers, own=False),
-                self.boxes(target, value.name, takers, own=False),
+                self.boxes(source, value.name, senders, own=True),
+                self.boxes(source, value.name, senders, own=False),
+                self.boxes(target, value.name, receivers, own=False),
                 back,
             )
         return self.transfers[key]
 
 
 def _log_gathered(stage: int, grid: Grid, laid: StageLayout) -> None:
-    """Calls without a layer rule cost every rank their whole inputs; who reads the log may end the
-    spatial stages before them."""
+    """Calls without a layer rule need their whole inputs on every rank: the spatial stages may
+    better end before them."""
     if not (lines := laid.gathered()):
         return
     log.info(
@@ -308,8 +308,8 @@ def _log_gathered(stage: int, grid: Grid, laid: StageLayout) -> None:
     )  # fmt: skip
 
 
-def _cut_dims(rank: int, grid: Grid) -> tuple[int, ...] | None:
-    """The dims of a tensor with channels first that a grid of tiles really cuts."""
+def _tiled_dims(rank: int, grid: Grid) -> tuple[int, ...] | None:
+    """The dims of a tensor with channels first that a grid really divides."""
     dims = spatial_dims(rank, grid.tiles)
     if dims is None:
         return None
@@ -324,7 +324,7 @@ def partition_model(
     machine: Machine,
     shown: str,
 ) -> PartitionedModel:
-    """The recorded model, cut as the plan says. `shown` names the inputs in errors."""
+    """The recorded model, partitioned by the plan. `shown` names the inputs in errors."""
     assert not isinstance(plan.stages, int)
     stage_of = stages_by_name(traced.graph, plan.stages, known=False)
     crossing = crossings(traced.graph, stage_of)

@@ -1,8 +1,8 @@
-"""What crosses between two stages that may be cut differently: boxes from ranks to ranks.
+"""What crosses the boundary of two stages that may be tiled differently: boxes between ranks.
 
 Tiles to whole, four tiles to two, tiles to slices of the batch, and back: all are the moves between
-what the ranks of one stage have and what those of the next want. Gradients travel the same way back
-and add up where they came from.
+what the ranks of one stage have and what those of the next want. Gradients return the same way, and
+are summed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Tensor = torch.Tensor
 Boxes = Mapping[int, Box]  # rank -> its part
 
 
-def whole(value: Value, team: Sequence[int]) -> dict[int, Box]:
-    """The boxes of a team of which every rank has all of a value."""
-    return dict.fromkeys(team, Box.whole(value.shape))
+def whole(value: Value, ranks: Sequence[int]) -> dict[int, Box]:
+    """The boxes of ranks that have all of a value each."""
+    return dict.fromkeys(ranks, Box.whole(value.shape))
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One value between two teams: what each rank sends from, and what each wants.
+    """One value between two spatial groups: what each rank sends from, and what each wants.
 
-    `back` turns it round: what was wanted is then what a rank sends, and what arrives adds up.
+    With `back` it is a gradient that returns: what was wanted is sent, and what arrives is summed.
     """
 
     value: Value
@@ -53,7 +53,7 @@ class Transfer:
         return tuple(Move(ranks[m.source], ranks[m.target], m.box) for m in found)
 
     def between(self, sender: int, receiver: int) -> list[Box]:
-        """What travels from one rank to another."""
+        """What one rank sends to another."""
         ends = (receiver, sender) if self.back else (sender, receiver)
         return [m.box for m in self.moves if (m.source, m.target) == ends]
 
@@ -66,7 +66,7 @@ class Transfer:
 
     @cached_property
     def plain(self) -> bool:
-        """One rank gives all of it to one rank: nothing is cut."""
+        """One rank sends all of it to one rank."""
         full = whole(self.value, (0,))[0]
         return len(self.held) == len(self.want) == 1 and all(
             box == full for box in (*self.held.values(), *self.want.values())
@@ -96,11 +96,11 @@ def pack(
 def buffers(
     transfers: Sequence[Transfer], rank: int, source: int, device: torch.device
 ) -> list[Tensor]:
-    """Room for what `source` sends to `rank`."""
+    """Empty buffers for what `source` sends to `rank`."""
     return [
-        torch.empty(box.size * ITEMSIZE[p.value.dtype], dtype=torch.uint8, device=device)
-        for p in transfers
-        for box in p.between(source, rank)
+        torch.empty(box.size * ITEMSIZE[transfer.value.dtype], dtype=torch.uint8, device=device)
+        for transfer in transfers
+        for box in transfer.between(source, rank)
     ]
 
 
@@ -138,7 +138,7 @@ def _assembled(
     parts: Mapping[int, Iterator[Tensor]],
     device: torch.device,
 ) -> Tensor:
-    """A value's part on this rank, out of boxes; on the way back they add up."""
+    """A value's part on this rank, out of boxes; those of a gradient are summed."""
     value, frame = transfer.value, transfer.received_in(rank)
     missing = present = False  # of the gradients that arrive
     found = torch.empty(0, dtype=_dtype(value), device=device)
@@ -188,7 +188,7 @@ def dense(value: Value) -> bool:
 
 
 def flat(tensor: Tensor, value: Value) -> Tensor:
-    """The tensor's memory as bytes, in the order that the value's strides say."""
+    """The tensor's memory as bytes, in the order of the value's strides."""
     strides = value.strides if dense(value) else row_major(value.shape)
     if tensor.stride() != strides:
         copy = torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -5,9 +5,9 @@ average for later: r <- (1 - m) r + m s. It is linear, so after n micro-batches
 
     r_n = (1 - m)^n r_0  +  sum over i of (1 - m)^(n - 1 - i) m s_i
 
-whoever computed each s_i. Every holder of a stage adds up the terms of its own micro-batches, and
-the sums travel with the gradients. With `momentum=None` the average is cumulative: all s_i weigh
-the same. A layer that is called u times per forward takes u steps per micro-batch.
+whoever computed each s_i. Every rank of a replica group sums the terms of its own micro-batches,
+and the sums are all-reduced with the gradients. With `momentum=None` the average is cumulative: all
+s_i weigh the same. A layer that is called u times per forward takes u steps per micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 class Statistics:
     """The running averages of one stage on one rank, during one step of n micro-batches.
 
-    `share` is this rank's part of what several take together: ranks of a team see the same.
+    `share` is this rank's weight in the sum: the ranks of a spatial group compute the same.
     """
 
     def __init__(self, uses: list[tuple[Any, int]], micro_batches: int, share: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class Statistics:
         self.sums = [torch.zeros_like(r) for r in self.running]
 
     def follow(self, earlier: Statistics) -> None:
-        """Come after a step that is not finished yet."""
+        """Start from the counts of a step that is not finished yet."""
         counted = ((m, calls * isinstance(m, _counting)) for m, calls in earlier.layers)
         steps = {id(m): calls * earlier.n for m, calls in counted}
         had = {id(m): n for (m, _), n in zip(earlier.layers, earlier.base_counts, strict=True)}
@@ -81,7 +81,7 @@ class Statistics:
         return (1 - _momentum(module)) ** (calls * later)
 
     def finish(self, sums: list[Tensor]) -> None:
-        """Put the averages in place, given the sums over all holders.
+        """Update the averages, given the sums over the replica group.
 
         Nothing else has changed them since; but the step before may have ended just now."""
         for j, (module, calls) in enumerate(self.layers):

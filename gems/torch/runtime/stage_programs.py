@@ -14,7 +14,7 @@ from torch import nn
 from gems.hardware import Machine
 from gems.plans.plan import Plan
 from gems.torch.autograd.split_backward import Ledger
-from gems.torch.runtime.activation_checkpoint import Again
+from gems.torch.runtime.activation_checkpoint import Recomputation
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
 from gems.torch.runtime.partitioned_model import PartitionedModel, partition_model
@@ -60,7 +60,7 @@ class StagePrograms:
         self.precision = precision
         self.draws = Draws(seed, device)
         self.ledger = Ledger()
-        self.again = Again()
+        self.recomputation = Recomputation()
         self.recordings: Recordings[PartitionedModel] = Recordings()
         self.structure = Structure(model)
         states = enumerate(plan.residency)
@@ -150,7 +150,7 @@ class StagePrograms:
             self.draws,
             self.ledger.deferral if stage in self.deferred else None,
             bound.runs if bound else None,
-            (self.again, run_of),
+            (self.recomputation, run_of),
             bound if bound is not None and self.plan.activations[stage].partitioned else None,
         )
         if twice := [n for c in calls if c.region is not None for n in c.norms]:

@@ -285,19 +285,19 @@ class StageRunner:
         self, state: StepState, stage: int, i: int, deferred: list[Entry] | None
     ) -> Iterator[None]:
         """Backward, in which checkpointed runs of layers are recomputed as forward ran them."""
-        partitioned, again = state.partitions[i], self.programs.again
+        partitioned, recomputation = state.partitions[i], self.programs.recomputation
         bound = self.programs.bound(partitioned, stage, i)
 
         def around() -> AbstractContextManager[None]:
             tiles = None if bound is None else SavedTiles(self.weights.storages)
             return self._saving(bound, tiles, deferred)
 
-        again.around = around
+        recomputation.around = around
         try:
             with unrecorded(partitioned.recomputed.get(stage, ())):
                 yield
         finally:
-            again.around = nullcontext
+            recomputation.around = nullcontext
 
     def _absent(self, state: StepState, stage: int, i: int, name: str) -> Tensor:
         """No gradient for what a stage received."""

@@ -1,16 +1,16 @@
-"""A stage that runs one block of the image after the other, and again in backward: a cut in time.
+"""A streamed stage: the patches of an image run one after another, and are recomputed in backward.
 
                forward, without autograd                    backward
-    inputs ──► for each block of the outputs:               for each block again:
-      │          1. read the box that it needs                1. and 2. with autograd
-      │          2. run the calls on it                       3. backward from the block's part of
-      │          3. write the block to its place                 the gradients: weights add up
-      └─ kept ──► outputs, whole                              4. add what arrived at the box to the
-                                                                 gradients of the inputs
+    inputs ──► for each patch of the outputs:               for each patch:
+      │          1. read the box that it needs                1. and 2. again, with autograd
+      │          2. run the calls on it                       3. backward from the patch's part of
+      │          3. write the patch to its place                 the gradients: weights accumulate
+      └─ saved ─► outputs, whole                              4. accumulate the box's gradient into
+                                                                 the gradients of the inputs
 
-Blocks of the outputs are disjoint, so every gradient enters once, and all that is computed of it is
-linear: sums over blocks are exact. Boxes overlap, and are padded only where the image ends. An
-output that is a sum or mean over the image is added up: every block makes a summand of its cells.
+Patches of the outputs are disjoint, so every gradient enters once, and backward is linear in it:
+sums over patches are exact. Boxes of the inputs overlap, and are padded only where the image ends.
+Of an output that is a sum or mean over the image, every patch gives the summand of its cells.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from gems.torch.tracing.calls import Call, Record
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
-KNOWN = 2048  # calls of all blocks that a stage remembers, of some 3 KB each
+KNOWN = 2048  # calls of all patches that a stage remembers, of some 3 KB each
 
 
-class Alone(SpatialGroup):
+class PatchGroup(SpatialGroup):
     """A spatial group of one patch, without neighbours."""
 
     def irecv(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
-        raise AssertionError("a block that is computed by itself cannot ask another one")
+        raise AssertionError("a patch cannot receive from another one")
 
     def isend(self, member: int, parts: Sequence[Tensor]) -> Work:
-        raise AssertionError("a block that is computed by itself cannot tell another one")
+        raise AssertionError("a patch cannot send to another one")
 
     def all_reduce(self, mine: Tensor) -> Tensor:
-        """A summand: who asks adds them up."""
+        """A summand: the caller sums over patches."""
         return mine
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        raise AssertionError("a block that is computed by itself does not know the others")
+        raise AssertionError("a patch cannot gather the others")
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block: what to call, the boxes of the inputs that it reads, its part of each output."""
+class Patch:
+    """One patch: what to call, the boxes of the inputs that it reads, its part of each output."""
 
     bound: TiledStage
     reads: Mapping[str, Box | None]  # None: all of it
@@ -77,8 +77,9 @@ class Block:
 class Stream:
     """A streamed stage: `run(*inputs)` gives its outputs, both in the order of their names.
 
-    Of the model's own inputs, tensors or arrays, only boxes are read. `around` is what the second
-    runs happen in. `surge` is what was live at most, beside the inputs, in the last backward.
+    Of the model's own inputs, tensors or arrays, only boxes are read. Patches are recomputed inside
+    the context that `around` makes. `temporary` is the peak memory of the last backward, without
+    the inputs.
     """
 
     def __init__(
@@ -103,15 +104,13 @@ class Stream:
         self.own = set(record.inputs)  # not received from another stage
         self.changed = {n for call in calls for n in call.overwrites}
         self.grid = next(iter(laid.layouts.values())).grid
-        self.known: list[Block] = []
+        self.known: list[Patch] = []
         self.now: TiledStage | None = None
-        self.bundle: SavedTensors | None = (
-            None  # of the forward under way, if its inputs are put away
-        )
+        self.bundle: SavedTensors | None = None  # of this forward, if its inputs are offloaded
         self.temporary = 0
 
     def _dispatch(self, name: str) -> Run:
-        """The call as the block under way makes it."""
+        """The call as the current patch makes it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             assert self.now is not None
@@ -123,19 +122,19 @@ class Stream:
         anchor = torch.empty(0, requires_grad=True)  # weights may want a gradient if no input does
         return _Streamed.apply(anchor, self, *inputs)  # type: ignore[no-any-return]
 
-    # --- blocks ---------------------------------------------------------------------------------
+    # --- patches --------------------------------------------------------------------------------
 
-    def blocks(self) -> Iterable[Block]:
-        """All blocks that have a part of some output. Few are known from the last time; many would
-        take up the memory that streaming is to save."""
+    def patches(self) -> Iterable[Patch]:
+        """All patches that have a part of some output. Few are remembered; many would take the
+        memory that streaming saves."""
         if prod(self.grid) * len(self.laid.calls) > KNOWN:
-            return self._blocks()
-        self.known = self.known or list(self._blocks())
+            return self._patches()
+        self.known = self.known or list(self._patches())
         return self.known
 
-    def _blocks(self) -> Iterator[Block]:
-        """Outputs that are whole go with the first block, and of those that add up every block has
-        a summand."""
+    def _patches(self) -> Iterator[Patch]:
+        """The first patch gives outputs that are whole; every patch a summand of those that are
+        sums."""
         whole = {
             name: (Box.whole(self.values[name].shape), (...,))
             for name in self.outputs
@@ -151,28 +150,28 @@ class Stream:
                     if not own.empty:
                         parts[name] = (own, own.relative_to(have).slices())
             if parts:
-                bound = bind(laid, Alone((1,) * len(self.grid), (0,), 0, None))  # type: ignore[arg-type]
-                yield Block(bound, {name: bound.box(name) for name in self.inputs}, parts)
+                bound = bind(laid, PatchGroup((1,) * len(self.grid), (0,), 0, None))  # type: ignore[arg-type]
+                yield Patch(bound, {name: bound.box(name) for name in self.inputs}, parts)
             whole = added
 
     def read(self, name: str, x: Any, box: Box | None) -> Tensor:
-        """What a block reads of an input: a view of what is here anyway, a copy of the model's own;
-        and of what the block changes."""
+        """What a patch reads of an input: a view of what this rank received; a copy of the model's
+        own inputs, and of what the patch changes."""
         if name in self.own:
             part = read_box(x, box).to(self.device, non_blocking=True)
         else:
             part = x if box is None else x[box.slices()]
         return part.clone() if name in self.changed else part
 
-    def compute(self, block: Block, given: Sequence[Tensor]) -> dict[str, Tensor]:
-        """A block's part of every output. It stays the one under way: what the model itself
-        checkpoints runs once more in backward."""
-        self.now = block.bound
+    def compute(self, patch: Patch, given: Sequence[Tensor]) -> dict[str, Tensor]:
+        """A patch's part of every output. It stays the current one: what the model itself
+        checkpoints is recomputed in backward."""
+        self.now = patch.bound
         results = dict(zip(self.outputs, self.program.run(*given), strict=True))
-        return {name: results[name][here] for name, (_, here) in block.parts.items()}
+        return {name: results[name][here] for name, (_, here) in patch.parts.items()}
 
-    def keep(self, name: str, x: Any) -> Any:
-        """What backward will read an input from."""
+    def pack(self, name: str, x: Any) -> Any:
+        """What is saved of an input for backward."""
         if not isinstance(x, Tensor):
             return x
         if self.bundle is None or name in self.own:
@@ -190,14 +189,14 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, stream: Stream, *inputs: Any) -> Any:
         ctx.stream = stream
-        ctx.inputs = [stream.keep(n, x) for n, x in zip(stream.inputs, inputs, strict=True)]
+        ctx.inputs = [stream.pack(n, x) for n, x in zip(stream.inputs, inputs, strict=True)]
         ctx.set_materialize_grads(False)
         outputs = {name: stream.empty(name) for name in stream.outputs}
-        for block in stream.blocks():
+        for patch in stream.patches():
             pairs = zip(stream.inputs, inputs, strict=True)
-            given = [stream.read(name, x, block.reads[name]) for name, x in pairs]
-            for name, part in stream.compute(block, given).items():
-                place = block.parts[name][0].slices()
+            given = [stream.read(name, x, patch.reads[name]) for name, x in pairs]
+            for name, part in stream.compute(patch, given).items():
+                place = patch.parts[name][0].slices()
                 if name in stream.laid.added:
                     outputs[name][place] += part
                 else:
@@ -212,15 +211,15 @@ class _Streamed(torch.autograd.Function):
         pairs = zip(stream.outputs, gradients, strict=True)
         arrived = {name: g for name, g in pairs if g is not None}
         inputs = list(map(unpacked, ctx.inputs))
-        back = _Back(stream, inputs, ctx.needs_input_grad[2:], arrived)
-        for block in stream.blocks() if arrived else ():
-            back.through(block)
-        stream.temporary = back.most
+        back = _Backward(stream, inputs, ctx.needs_input_grad[2:], arrived)
+        for patch in stream.patches() if arrived else ():
+            back.through(patch)
+        stream.temporary = back.peak
         return None, None, *(back.sums.get(name) for name in stream.inputs)
 
 
-class _Back:
-    """One backward through a stream: what it was given, and what it has found so far."""
+class _Backward:
+    """One backward through a stream: the gradients given, and those accumulated so far."""
 
     def __init__(
         self,
@@ -232,34 +231,35 @@ class _Back:
         self.stream, self.inputs, self.wanted = stream, inputs, wanted
         self.gradients = gradients
         self.sums: dict[str, Tensor] = {}  # gradients of the inputs
-        kept = [x for name, x in zip(stream.inputs, inputs, strict=True) if name not in stream.own]
-        self.storages = stream.weights | {storage_of(x) for x in kept}  # there anyway
+        pairs = zip(stream.inputs, inputs, strict=True)
+        received = [x for name, x in pairs if name not in stream.own]
+        self.storages = stream.weights | {storage_of(x) for x in received}  # not counted
         wants = (x for x, wants in zip(inputs, wanted, strict=True) if wants)
         self.resident = sum(x.numel() * x.element_size() for x in (*gradients.values(), *wants))
-        self.most = 0
+        self.peak = 0
 
-    def through(self, block: Block) -> None:
-        """Compute a block again, and go back through it; nothing of it is left."""
-        stream, context = self.stream, block.bound.context
+    def through(self, patch: Patch) -> None:
+        """Recompute a patch, and run backward through it; nothing of it is left."""
+        stream, context = self.stream, patch.bound.context
         context.saved = saved = SavedTiles(self.storages)
         with stream.around(), torch.enable_grad(), saved.hooks():
             results = stream.compute(
-                block, [self._given(block, k) for k in range(len(self.inputs))]
+                patch, [self._given(patch, k) for k in range(len(self.inputs))]
             )
         context.saved = None
         pairs = [
-            (get_gradient_edge(x), self.gradients[name][block.parts[name][0].slices()])
+            (get_gradient_edge(x), self.gradients[name][patch.parts[name][0].slices()])
             for name, x in results.items()
             if name in self.gradients and x.requires_grad
         ]
         del results
-        self.most = max(self.most, saved.bytes + self.resident)
+        self.peak = max(self.peak, saved.bytes + self.resident)
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
 
-    def _given(self, block: Block, k: int) -> Tensor:
+    def _given(self, patch: Patch, k: int) -> Tensor:
         name = self.stream.inputs[k]
-        box = block.reads[name]
+        box = patch.reads[name]
         x = self.stream.read(name, self.inputs[k], box)
         if not self.wanted[k]:
             return x

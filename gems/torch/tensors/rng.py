@@ -30,7 +30,7 @@ def key(*parts: object) -> int:
 
 
 class Draws:
-    """The random numbers of one rank; `at(step, micro_batch)` says where training is."""
+    """The random numbers of one rank; `at(step, micro_batch)` sets where training is."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -53,7 +53,7 @@ class Draws:
                 generator.set_state(state)
 
     def dropped(self, x: Tensor, p: float, name: str, shape: Sequence[int], box: Box) -> Tensor:
-        """Dropout on a box of a tensor of this shape: each cell's fate hangs on its own place."""
+        """Dropout on a box of a tensor of this shape: the mask depends on each position."""
         kept = self._uniform(name, shape, box) >= p
         noise = kept.to(x.dtype).mul_(1 / (1 - p) if p < 1 else 0.0)
         return x * noise

@@ -1,8 +1,8 @@
-"""Strides as they were recorded: what is sent, gathered or cut again must look as on one device.
+"""Strides as they were recorded: what is sent, gathered or tiled must look as on one device.
 
-Random numbers are drawn in the order of memory, `reshape` copies or does not, `view` takes a tensor
-or does not: all of it hangs on strides. A tensor that comes from another rank gets those that the
-recording says; of a tile, the order of dims in memory is kept.
+Random numbers are drawn in the order of memory, `reshape` copies or does not, `view` accepts a
+tensor or does not: all of it depends on strides. A tensor from another rank gets the recorded ones;
+of a tile, the order of dims in memory is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def alike(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether strides say the same about a tensor of this shape."""
+    """Whether strides mean the same for a tensor of this shape."""
     return all(x == y for n, x, y in zip(shape, a, b, strict=True) if n != 1) or 0 in shape
 
 
@@ -30,7 +30,7 @@ def restrided(x: Tensor, value: Value) -> Tensor:
 
 
 def strided(shape: Sequence[int], strides: Sequence[int], like: Tensor) -> Tensor:
-    """Room for a tensor with these strides; where cells would share memory, with the next best."""
+    """An empty tensor with these strides; where cells would share memory, with the next best."""
     strides = fitting(tuple(shape), tuple(strides))
     return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 

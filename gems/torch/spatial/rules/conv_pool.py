@@ -383,7 +383,7 @@ UNPOOL = ("kernel_size", "stride", "padding")
     (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d),
 )
 def max_unpool(op: Op) -> Rule:
-    """Each value goes where its index says; a rank fetches all whose windows touch its box."""
+    """Each value goes to its index; a rank fetches all whose windows touch its box."""
     a = op.named(_unpool, UNPOOL)
     x, where = a["input"], a["indices"]
     layout = op.layout(x)
@@ -402,7 +402,7 @@ def max_unpool(op: Op) -> Rule:
     def bind(tile: Tile) -> Run:
         with_halo, indices_with_halo = tile.with_halo(x), tile.with_halo(where)
         out = tile.out()
-        room = prod(out.shape[2:])
+        cells = prod(out.shape[2:])
 
         def work(a: dict[str, Any]) -> Tensor:
             part, at = with_halo(a["input"]), indices_with_halo(a["indices"])
@@ -413,10 +413,10 @@ def max_unpool(op: Op) -> Rule:
                 place = at // prod(shape[3 + d :]) % shape[2 + d] - out.start[2 + d]
                 inside &= (place >= 0) & (place < out.shape[2 + d])
                 flat = flat * out.shape[2 + d] + place
-            flat = torch.where(inside, flat, room)  # one more cell for what is others'
-            empty = part.new_zeros((*out.shape[:2], room + 1))
+            flat = torch.where(inside, flat, cells)  # one more cell, for values of other ranks
+            empty = part.new_zeros((*out.shape[:2], cells + 1))
             y = empty.scatter(2, flat.flatten(2), part.flatten(2))
-            return y[..., :room].view(out.shape)
+            return y[..., :cells].view(out.shape)
 
         return tile.named(_unpool, work, *UNPOOL)
 

@@ -123,7 +123,7 @@ rule(("fill", "zero", "copy"))(pointwise)  # in place
     (nn.Identity,),
 )
 def as_it_is(op: Op) -> Rule:
-    """Another tensor may be there to say the type: of that one nothing is read."""
+    """Another tensor may only give the dtype: its values are not read."""
     x = op.call.args[0]
     layout = op.layout(x)
     if layout is None:

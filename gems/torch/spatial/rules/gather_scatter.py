@@ -36,7 +36,7 @@ def picked(op: Op) -> Rule:
 
 @rule(("one_hot",))
 def one_hot(op: Op) -> Rule:
-    """A new last dim; it must be said how long it is, for no rank sees the largest class."""
+    """A new last dim, whose length must be given: no rank sees the largest class."""
     x, *rest = (*op.call.args, *op.call.kwargs.values())
     if not rest or not isinstance(rest[0], int) or rest[0] < 1:
         raise NotTileable("does not say how many classes there are")

@@ -124,7 +124,7 @@ def narrow(op: Op) -> Rule:
     if dim not in layout.dims:
         return unchanged(op, x)
     if not isinstance(start, int):
-        raise NotTileable("starts where a tensor says")
+        raise NotTileable("starts at an index that is a tensor")
     start %= layout.shape[dim]
     windows = [Slide(padding=-start) if d == dim else Same() for d in layout.dims]
 

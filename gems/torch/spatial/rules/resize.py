@@ -184,7 +184,7 @@ def _resample(
     if n == m and copies and mode not in NEAREST:
         return Resample((tuple(range(n)),), ((1.0,) * n,), n)
     if mode in NEAREST:
-        # ATen's index map is float32 arithmetic of its own: let it say where it looks.
+        # ATen's index map is float32 arithmetic of its own: run it on indices.
         probe = torch.arange(n, dtype=torch.float64).view(1, 1, n, 1)
         if scale is None:
             seen = F.interpolate(probe, (m, 1), mode=mode)
