@@ -53,6 +53,7 @@ def compile_plan(
             plan,
             stages=found.stages,
             edges=found.edges,
+            tied=found.tied,
             recompute=found.recompute,
             balance=found.balance,
         )
