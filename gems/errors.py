@@ -1,4 +1,4 @@
-"""The errors people meet. Each says what is wrong, with the values, and what to do about it."""
+"""The errors people meet. Each has what is wrong, with the values, and what to do about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class GemsError(Exception):
-    """Anything GEMS refuses to do, or could not finish."""
+    """Anything GEMS rejects, or could not finish."""
 
 
 class PlanError(GemsError, ValueError):
@@ -39,16 +39,16 @@ class LossError(GemsError, ArithmeticError):
     """A loss that is not a finite number."""
 
 
-MOST_FAULTS = 40  # that one message lists
-LONGEST = 1000  # characters of one fault
+MOST_PROBLEMS = 40  # that one message lists
+LONGEST = 1000  # characters of one problem
 
 
 def problems(heading: str, found: Iterable[str]) -> str:
-    """One message out of many faults, so that people can mend all of them at once."""
+    """One message out of many problems, so that people can mend all of them at once."""
     found = list(found)
-    listed = [short(fault) for fault in found[:MOST_FAULTS]]
-    if len(found) > MOST_FAULTS:
-        listed.append(f"and {len(found) - MOST_FAULTS} more")
+    listed = [short(problem) for problem in found[:MOST_PROBLEMS]]
+    if len(found) > MOST_PROBLEMS:
+        listed.append(f"and {len(found) - MOST_PROBLEMS} more")
     return "\n  - ".join((heading, *listed))
 
 

@@ -57,8 +57,8 @@ def from_json(kind: type[T], text: str) -> T:
     except wrong as error:
         if isinstance(error, GemsError):
             raise
-        said = short(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
-        raise GemsError(f"this is not the JSON of a {kind.__name__}: {said}") from error
+        why = short(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
+        raise GemsError(f"this is not the JSON of a {kind.__name__}: {why}") from error
 
 
 DEEPEST = 100  # levels of brackets; Python's own functions recurse over them

@@ -86,8 +86,8 @@ class Machine:
 
     `node` is how many devices a node has (None: all are in one) and `between` the link of two
     devices on different nodes, which no other message shares. Rank r is on node `r // node`.
-    `disk` is the way to where a host puts away what it does not need now.
-    `notes` says where each number is from, by its name: `{"device.flops": "data sheet"}`.
+    `disk` is the way to where a host offloads what it does not need now.
+    `notes` has the source of each number, by its name: `{"device.flops": "data sheet"}`.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Machine:
         return "disk" if self.device.is_host else "host"
 
     def way_to(self, place: str) -> Link:
-        """The way of what is put away: to the `host`, or to `disk`."""
+        """The way of what is offloaded: to the `host`, or to `disk`."""
         return self.host_link if place == "host" else self.disk
 
     def node_of(self, rank: int) -> int:

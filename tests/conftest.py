@@ -1,10 +1,13 @@
-"""One thread per process, and how hard hypothesis looks."""
+"""One thread per process, how hard hypothesis looks, and what all tests of a worker share."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 # Before anything imports torch, which reads them once. Processes that tests start inherit them.
@@ -14,8 +17,11 @@ os.environ["MKL_NUM_THREADS"] = "1"
 # plain torch dies in bf16 convolutions (SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.rank_server import RankServer
 
 # "ci" gives the same examples every time; "thorough" looks for new ones.
 # Building a model per example is slow by nature, so neither judges the clock.
@@ -43,3 +49,22 @@ def _seed_of_one_thread(seed: int) -> Any:
 
 
 torch.manual_seed = _seed_of_one_thread
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Libraries are nobody's garbage, and have most of the objects: a recording that searches for
+    what holds its tensors need not look through them. Not those of gems or tests, which may."""
+    if session.config.getoption("numprocesses", None):
+        return  # the tests run in other processes
+    for name in ("torch._dynamo", "torch.distributed.checkpoint"):
+        importlib.import_module(name)
+    assert "gems" not in sys.modules
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    server.close()

@@ -17,7 +17,7 @@ from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run as threads
 from tests.test_launch import SCRIPTS, TORCHRUN, free_port, run
-from tests.test_loud import Run, warm  # noqa: F401
+from tests.test_loud import Run
 from tests.test_loud import run as ranks  # noqa: F401
 
 AGAIN = str(SCRIPTS / "again.py")

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gems.model.graph import crossings
-from gems.planner.assign import assign, stages_by_name
+from gems.planner.assign import stages_by_name, written
 from gems.plans.plan import Plan
 from gems.schedule.build import lowered
 from gems.torch.tracing.profile import measure
@@ -130,7 +130,7 @@ def test_a_level_wise_partition_of_a_unet_keeps_long_skips_on_their_rank() -> No
     graph = trace(model, torch.empty(1, 3, 16, 16, dtype=torch.float64)).graph
     stage_of = stages_by_name(graph, plan.stages)
     assert set(crossings(graph, stage_of)) == {(0, 1), (0, 4), (1, 2), (1, 3), (2, 3), (3, 4)}
-    full = assign(plan, graph, None)
+    full = written(plan, graph, stage_of)
     moved = {(a.message.source, a.message.target) for _, a in lowered(full) if a.way == ">"}
     assert moved == {(0, 1), (1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1), (1, 0)}
 
@@ -159,7 +159,8 @@ def test_the_level_wise_partition_moves_fewer_bytes_than_a_straight_one() -> Non
 def test_a_long_skip_goes_straight_from_its_producer_to_its_reader() -> None:
     model = unet()
     graph = trace(model, torch.empty(1, 3, 16, 16, dtype=torch.float64)).graph
-    plan = assign(Plan(stages=by_level(3), micro_batches=2, schedule="gpipe"), graph, None)
+    plan = Plan(stages=by_level(3), micro_batches=2, schedule="gpipe")
+    plan = written(plan, graph, stages_by_name(graph, plan.stages))
     found = crossings(graph, stages_by_name(graph, plan.stages))
     skip = "encoder.0.5"  # the output of the first level's last layer
     assert [pair for pair, names in found.items() if skip in names] == [(0, 1), (0, 4)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from gems.torch.checkpoint.atomic_folder import AtomicFolder
 from gems.torch.checkpoint.manifest import latest, read, verify
 from gems.torch.interrupt import Interrupt
 from gems.torch.trainer import Trainer
+from tests.rank_server import SCRIPTS, RankServer, places
 from tests.saved import TWO, data, fingerprint, on_ranks
-from tests.test_loud import places
 
-SCRIPTS = Path(__file__).parent / "scripts"
 PLAN = {"stages": 2, "replications": 2, "schedule": "gems"}
 STEPS = 8
 LIMIT = 60.0
@@ -29,35 +26,19 @@ Run = Callable[..., tuple[list[int], list[list[Any]]]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Start two ranks of resume.py: their exit codes, and the lines that each printed."""
-    command = [sys.executable, str(SCRIPTS / "ranks.py"), "gems.torch.checkpoint.save_load"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as warm:
-        assert warm.stdin and warm.stdout
 
-        def run(folder: Path, *more: str, signals: Any = ()) -> Any:
-            logs = tmp_path_factory.mktemp("logs")
-            script = str(SCRIPTS / "resume.py")
-            request = {
-                "command": [script, json.dumps(PLAN), str(folder), str(STEPS), *more],
-                "places": places(2),
-                "logs": str(logs),
-                "limit": LIMIT,
-                "signals": list(signals),
-            }
-            assert warm.stdin and warm.stdout
-            warm.stdin.write(json.dumps(request) + "\n")
-            warm.stdin.flush()
-            ends = json.loads(warm.stdout.readline())
-            said = [(logs / f"{rank}.err").read_text() for rank in range(2)]
-            assert all(code is not None for code, _ in ends), f"a rank hung, having said {said}"
-            printed = [(logs / f"{rank}.out").read_text().splitlines() for rank in range(2)]
-            return [code for code, _ in ends], [[json.loads(x) for x in rows] for rows in printed]
+    def run(folder: Path, *more: str, signals: Any = ()) -> Any:
+        logs = tmp_path_factory.mktemp("logs")
+        command = [SCRIPTS / "resume.py", json.dumps(PLAN), folder, STEPS, *more]
+        ends = rank_server.run(command, places(2), logs, LIMIT, signals)
+        said = [(logs / f"{rank}.err").read_text() for rank in range(2)]
+        assert all(code is not None for code, _ in ends), f"a rank hung, having said {said}"
+        printed = [(logs / f"{rank}.out").read_text().splitlines() for rank in range(2)]
+        return [code for code, _ in ends], [[json.loads(x) for x in rows] for rows in printed]
 
-        yield run
-        warm.stdin.close()
+    return run
 
 
 @pytest.fixture(scope="module")

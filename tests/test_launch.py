@@ -63,7 +63,7 @@ def run(*commands: Sequence[str], places: Sequence[dict[str, str]] = ({},)) -> l
     ]
     lines = []
     for process in started:
-        out, said = process.communicate(timeout=60)
+        out, said = process.communicate(timeout=100)
         assert process.returncode == 0, said
         lines += [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["rank"])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parent / "scripts"
+from tests.rank_server import SCRIPTS, RankServer, places
+
 LIMIT = 30.0  # seconds from the start to the last rank's end
 
 ONE_WAY = {"stages": 2, "micro_batches": 4, "schedule": "1f1b"}
@@ -35,19 +33,8 @@ class End:
 Run = Callable[..., list[End]]
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(SCRIPTS / "ranks.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()  # which ends it
-
-
 @pytest.fixture
-def run(warm: subprocess.Popen[str], tmp_path: Path) -> Run:
+def run(rank_server: RankServer, tmp_path: Path) -> Run:
     """Run broken.py with a plan and a fault; no rank may outlive the limit, or end well."""
 
     def run(
@@ -60,16 +47,9 @@ def run(warm: subprocess.Popen[str], tmp_path: Path) -> Run:
         **more: str,
     ) -> list[End]:
         well = well or set()
-        request = {
-            "command": [str(SCRIPTS / (script or "broken.py")), json.dumps(plan), fault, str(at)],
-            "places": [place | more for place in places(world or plan["stages"])],
-            "logs": str(tmp_path),
-            "limit": LIMIT,
-        }
-        assert warm.stdin and warm.stdout
-        warm.stdin.write(json.dumps(request) + "\n")
-        warm.stdin.flush()
-        found = json.loads(warm.stdout.readline())
+        command = [SCRIPTS / (script or "broken.py"), json.dumps(plan), fault, at]
+        ranks = [place | more for place in places(world or plan["stages"])]
+        found = rank_server.run(command, ranks, tmp_path, LIMIT)
         said = [(tmp_path / f"{rank}.err").read_text() for rank in range(len(found))]
         late = [rank for rank, (code, _) in enumerate(found) if code is None]
         assert not late, f"ranks {late} still ran after {LIMIT} seconds, having said {said}"
@@ -78,15 +58,6 @@ def run(warm: subprocess.Popen[str], tmp_path: Path) -> Run:
         return [End(*end, text) for end, text in zip(found, said, strict=True)]
 
     return run
-
-
-def places(world: int) -> list[dict[str, str]]:
-    """The environment of each rank, as torchrun would set it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    one = {"WORLD_SIZE": str(world), **shared}
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **one} for rank in range(world)]
 
 
 def assert_said(ends: list[End], *parts: str) -> None:

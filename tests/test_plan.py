@@ -18,7 +18,7 @@ from gems.files import from_json, to_json, write
 from gems.geometry.grid import Grid
 from gems.model.costs import Cost, Costs, Edge, of_stages
 from gems.model.graph import Block, Graph, Value, Weight, crossings
-from gems.planner.partition import by_weight, cut
+from gems.planner.partition import by_weight, partition
 from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Timeline
 
@@ -394,14 +394,15 @@ def test_a_team_shares_work_stash_and_messages_but_not_weights() -> None:
 
 
 def test_a_team_gets_as_much_more_as_it_has_ranks() -> None:
-    assert cut([1] * 12, [0] * 12, 3, speeds=(4, 1, 1)) == [0, 8, 10]
-    assert cut([1] * 12, [0] * 12, 3, speeds=(1, 1, 4)) == [0, 2, 4]
-    assert cut([1] * 12, [0] * 12, 3, speeds=(2, 2, 2)) == cut([1] * 12, [0] * 12, 3) == [0, 4, 8]
+    assert partition([1] * 12, [0] * 12, 3, speeds=(4, 1, 1)) == [0, 8, 10]
+    assert partition([1] * 12, [0] * 12, 3, speeds=(1, 1, 4)) == [0, 2, 4]
+    even = partition([1] * 12, [0] * 12, 3, speeds=(2, 2, 2))
+    assert even == partition([1] * 12, [0] * 12, 3) == [0, 4, 8]
 
 
 def test_what_every_rank_of_a_team_bears_whole_is_not_divided() -> None:
-    assert cut([0] * 6, [0] * 6, 2, speeds=(4, 1), whole=[1] * 6) == [0, 3]
-    assert cut([4, 4, 4, 4, 4], [0] * 5, 2, speeds=(4, 1), whole=[0, 1, 1, 1, 1]) == [0, 4]
+    assert partition([0] * 6, [0] * 6, 2, speeds=(4, 1), whole=[1] * 6) == [0, 3]
+    assert partition([4, 4, 4, 4, 4], [0] * 5, 2, speeds=(4, 1), whole=[0, 1, 1, 1, 1]) == [0, 4]
 
 
 @given(st.data())
@@ -416,7 +417,7 @@ def test_no_other_cut_over_teams_has_a_smaller_largest_share(data: st.DataObject
         runs = zip(starts, [*starts[1:], n], speeds, strict=True)
         return max(sum(weights[a:b]) / speed + sum(whole[a:b]) for a, b, speed in runs)
 
-    starts = cut(weights, [0] * n, parts, speeds, whole)
+    starts = partition(weights, [0] * n, parts, speeds, whole)
     assert starts[0] == 0 and all(a < b for a, b in pairwise([*starts, n]))
     best = min(largest((0, *rest)) for rest in combinations(range(1, n), parts - 1))
     assert largest(starts) <= 1.03 * best + 1e-9

@@ -24,13 +24,14 @@ from gems.model.costs import Cost, Costs
 from gems.model.estimate import estimate
 from gems.model.graph import Block, Graph, Value
 from gems.planner.assign import stages, stages_by_name
-from gems.planner.candidates import choices, putting_away, recomputing, sharing
+from gems.planner.candidates import choices, offloading, recomputing, sharding
 from gems.planner.coarsen import coarse
 from gems.planner.explain import chosen, describe, explain
 from gems.planner.in_flight import in_flight
-from gems.planner.memo import Cuts
-from gems.planner.partition import Room, cut
-from gems.planner.search import Wish, _bounded, search
+from gems.planner.memo import Memo
+from gems.planner.partition import Budget, partition
+from gems.planner.request import Request
+from gems.planner.search import Search, search
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import footprint
 from gems.predict.simulate import simulate
@@ -65,23 +66,23 @@ def test_a_cut_under_a_cap_is_the_best_of_all_that_fit(seed: int) -> None:
     r = Random(seed)
     n, parts = r.randint(3, 8), r.randint(2, 3)
     weights = [r.randint(1, 9) for _ in range(n)]
-    room = Room([[r.randint(1, 9) for _ in range(n)] for _ in range(parts)], r.randint(9, 25))
+    budget = Budget([[r.randint(1, 9) for _ in range(n)] for _ in range(parts)], r.randint(9, 25))
 
     def load(starts: tuple[int, ...], rows: list[list[int]]) -> list[int]:
         ends = pairwise((*starts, n))
         return [sum(row[a:b]) for row, (a, b) in zip(rows, ends, strict=True)]
 
     every = [(0, *inner) for inner in combinations(range(1, n), parts - 1)]
-    fitting = [s for s in every if max(load(s, [*map(list, room.bytes)])) <= room.cap]
-    found = tuple(cut(weights, [0.0] * (n + 1), parts, room=room))
+    fitting = [s for s in every if max(load(s, [*map(list, budget.bytes)])) <= budget.limit]
+    found = tuple(partition(weights, [0.0] * (n + 1), parts, budget=budget))
     assert found in every
     if fitting:
         best = min(max(load(s, [weights] * parts)) for s in fitting)
         assert found in fitting
         assert max(load(found, [weights] * parts)) <= 1.03 * best
     else:
-        best = min(max(load(s, [*map(list, room.bytes)])) for s in every)
-        assert max(load(found, [*map(list, room.bytes)])) <= 1.03 * best
+        best = min(max(load(s, [*map(list, budget.bytes)])) for s in every)
+        assert max(load(found, [*map(list, budget.bytes)])) <= 1.03 * best
 
 
 def test_under_a_cap_the_first_stages_get_fewer_blocks_for_they_keep_more() -> None:
@@ -115,23 +116,23 @@ def test_spatial_stages_end_before_what_cannot_be_cut() -> None:
 # --- what a cut costs -----------------------------------------------------------------------------
 
 
-def test_strips_are_what_two_tiles_send_each_other_and_sums_what_all_add_up() -> None:
+def test_halos_are_what_two_tiles_send_each_other_and_sums_what_all_add_up() -> None:
     layers = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, (3, 5), padding=(1, 2)), nn.BatchNorm2d(6)]
     graph = traced(nn.Sequential(*layers, nn.MaxPool2d(2)), 2, 3, 8, 12)
     conv, norm, pool = graph.blocks[1:]
     # Two rows of 12 cells, one each way, and four columns of 8; 2 samples x 4 channels x 4 bytes.
-    assert conv.strips == (2 * 12 * 2 * 4 * 4, 4 * 8 * 2 * 4 * 4)
+    assert conv.halos == (2 * 12 * 2 * 4 * 4, 4 * 8 * 2 * 4 * 4)
     assert (conv.exchanges, norm.sums, norm.totals) == (1, 2 * 6 * 4, 1)
-    assert (norm.strips, pool.strips, pool.sums) == ((0, 0), (0, 0), 0)
+    assert (norm.halos, pool.halos, pool.sums) == ((0, 0), (0, 0), 0)
 
 
 LINK = Link(bandwidth=1000.0, latency=0.5)
 
 
-def toy(strips: tuple[int, ...] = (), sums: int = 0) -> tuple[Graph, Costs, Machine]:
+def toy(halos: tuple[int, ...] = (), sums: int = 0) -> tuple[Graph, Costs, Machine]:
     block = Block(
-        "conv", "conv", ("x",), ("y",), saves=((0, 900),), strips=strips, sums=sums,
-        exchanges=int(bool(strips)), totals=int(bool(sums)),
+        "conv", "conv", ("x",), ("y",), saves=((0, 900),), halos=halos, sums=sums,
+        exchanges=int(bool(halos)), totals=int(bool(sums)),
     )  # fmt: skip
     values = [Value(n, (2, 3, 9, 8), (216, 72, 8, 1), "float32", True) for n in "xy"]
     graph = Graph((block,), tuple(values), ("x",), ("y",), (), ())
@@ -151,8 +152,8 @@ def test_the_largest_tile_sets_the_pace_and_launches_are_not_shared() -> None:
     assert sliced.f == pytest.approx(9 / 2 + 1)
 
 
-def test_a_rank_in_the_middle_pays_for_strips_to_both_sides_and_sums_to_all() -> None:
-    graph, costs, on = toy(strips=(600, 400), sums=48)
+def test_a_rank_in_the_middle_pays_for_halos_to_both_sides_and_sums_to_all() -> None:
+    graph, costs, on = toy(halos=(600, 400), sums=48)
     ends = price(costs, graph, [0], Plan(spatial=[(2, 1)]), on)[0]
     assert ends.exchange == 300 + 48
     assert ends.f == pytest.approx(9 * 5 / 9 + 1 + 2 * 0.5 + 348 / 1000)
@@ -179,17 +180,17 @@ def test_no_order_is_shorter_than_the_bound(schedule: str) -> None:
 
 def test_no_plan_takes_fewer_bytes_than_its_bound() -> None:
     graph, seen = resnet(64), 0
-    cuts = Cuts(graph, estimate(graph, V100), V100, Wish(2, 2**22, 4))
+    memo = Memo(graph, estimate(graph, V100), V100, Request(2, 2**22, 4))
     options = list(choices(graph, 2, 4))
     blocks = len(graph.blocks)
-    variants = [less for c in options for less in (*sharing(c, blocks), *recomputing(c))]
-    variants += [less for c in options for less in putting_away(c, blocks, "host")]
-    for _, bound, predict in _bounded((*options, *variants), cuts, {}):
+    variants = [less for c in options for less in (*sharding(c, blocks), *recomputing(c))]
+    variants += [less for c in options for less in offloading(c, blocks, "host")]
+    for _, bound, compiled in Search(graph, memo, False, False).bounded((*options, *variants)):
         try:
-            found = predict()
-        except PlanError:  # which only an order can tell: nothing waits to be put away
+            found = compiled.prediction
+        except PlanError:  # which only an order can tell: no activations wait to be offloaded
             continue
-        assert found.bytes >= bound.bytes - 64, describe(found.plan)  # each kind is rounded
+        assert found.bytes >= bound.bytes - 64, describe(bound.plan)  # each kind is rounded
         seen += 1
     assert seen > 100
 
@@ -253,29 +254,29 @@ def test_less_memory_gives_a_leaner_plan_until_nothing_fits() -> None:
     costs = estimate(graph, V100)
 
     def best(memory: float) -> tuple[float, float]:
-        found = chosen(search(graph, costs, V100, Wish(2, memory, 4)))
+        found = chosen(search(graph, costs, V100, Request(2, memory, 4)))
         assert found.bytes <= memory
         return found.seconds, found.bytes
 
     free = best(2**34)
     tight = best(0.6 * free[1])
     assert tight[1] < free[1] and tight[0] >= free[0]
-    lean = search(graph, costs, V100, Wish(2, 2**34, 4, "memory")).best
+    lean = search(graph, costs, V100, Request(2, 2**34, 4, "memory")).best
     assert lean.bytes <= tight[1]
     with pytest.raises(PlanError, match=r"nothing fits 2 ranks with 9.5 MiB each. The leanest is"):
-        chosen(search(graph, costs, V100, Wish(2, 10**7, 4)))
+        chosen(search(graph, costs, V100, Request(2, 10**7, 4)))
 
 
 def test_the_choice_is_as_fast_as_the_fastest_of_all_that_were_simulated() -> None:
     graph = resnet(128)
     costs = estimate(graph, V100)
-    wish = Wish(4, 2**34, 8)
-    found = search(graph, costs, V100, wish)
+    request = Request(4, 2**34, 8)
+    found = search(graph, costs, V100, request)
     fastest = min(c.seconds for c in found.fitting)
     assert found.best.seconds <= 1.05 * fastest, "closer than one can tell, and of fewer stages"
     close = [c for c in found.fitting if c.seconds <= 1.05 * fastest]
     assert found.best.plan.depth == min(c.plan.depth for c in close)
-    assert all(p.seconds >= fastest for p in found.pruned if p.bytes <= wish.memory)
+    assert all(p.seconds >= fastest for p in found.pruned if p.bytes <= request.memory)
     said = explain(found)
     assert f"* {' ' if said.count('*') else ''}" in said and said.count("*") == 1
     for choice in choices(graph, 4, 8):
@@ -305,10 +306,10 @@ def test_the_largest_image_is_the_largest_that_fits() -> None:
     with torch.device("meta"):
         model = models.build("resnet_v1", depth=8)
     study = Study(model, torch.empty(1, 3, 32, 32, device="meta"), V100)
-    wish = Wish(2, 32 * 2**20, 2, "memory")
-    side = study.largest_side(wish)
-    assert study.at(side).search(wish).fitting
-    assert not study.at(side + 32).search(wish).fitting
+    request = Request(2, 32 * 2**20, 2, "memory")
+    side = study.largest_side(request)
+    assert study.at(side).search(request).fitting
+    assert not study.at(side + 32).search(request).fitting
     found = plan(
         model, torch.empty(1, 3, 32, 32, device="meta"), ranks=2, machine=V100, memory="32MiB",
         micro_batches=2, objective="image",
@@ -324,10 +325,10 @@ def test_the_largest_image_is_the_largest_that_fits() -> None:
 def test_what_fits_is_found_on_paper_even_if_seconds_are_measured() -> None:
     with torch.device("meta"):
         model = models.build("resnet_v1", depth=8)
-    sample, wish = torch.empty(1, 3, 32, 32, device="meta"), Wish(1, 32 * 2**20, 1, "memory")
+    sample, request = torch.empty(1, 3, 32, 32, device="meta"), Request(1, 32 * 2**20, 1, "memory")
     with mock.patch("gems.torch.planning.measure", side_effect=AssertionError("it was run")):
-        measured = Study(model, sample, V100, "measure").largest_side(wish)
-    assert measured == Study(model, sample, V100).largest_side(wish)
+        measured = Study(model, sample, V100, "measure").largest_side(request)
+    assert measured == Study(model, sample, V100).largest_side(request)
 
 
 def test_a_chosen_plan_trains() -> None:
@@ -386,16 +387,16 @@ def test_state_is_shared_out_where_copies_do_not_fit_and_it_says_what_that_bough
     """Weights, not pictures, are what is large here."""
     graph = resnet(32)
     costs = estimate(graph, V100)
-    free = search(graph, costs, V100, Wish(4, 2**34, 4))
+    free = search(graph, costs, V100, Request(4, 2**34, 4))
     copies = next(c for c in free.fitting if c.plan.data == 4)
-    found = search(graph, costs, V100, Wish(4, 0.75 * copies.bytes, 4))
+    found = search(graph, costs, V100, Request(4, 0.75 * copies.bytes, 4))
     shared = [c for c in found.fitting if c.plan.zero]
     assert shared and {c.plan.zero for c in shared} >= {1}
     assert all(c.plan.data > 1 or c.plan.bidirectional or c.plan.cut for c in shared)
     assert all(c.bytes <= 0.75 * copies.bytes for c in shared)
     best = replace(found, fitting=tuple(shared))
     text = explain(best)
-    assert f"zero={best.best.plan.zero}: sharing the optimizer's state" in text
+    assert f"zero={best.best.plan.zero}: sharding the optimizer's state" in text
 
 
 # --- what waits, put away -------------------------------------------------------------------------
@@ -454,5 +455,5 @@ def test_a_model_that_does_not_fit_is_fetched_layer_by_layer() -> None:
     chosen = plan(model, sample, ranks=1, memory="3MiB", micro_batches=2)
     assert "weights:disk" in chosen.offload
     found = search(*Study(model, sample, machine("cpu")).graph, machine("cpu"),
-                   Wish(1, 3 * 2**20, 2), prune=False)  # fmt: skip
+                   Request(1, 3 * 2**20, 2), prune=False)  # fmt: skip
     assert any(c.family == "layer to layer" and c.bytes <= 3 * 2**20 for c in found.fitting)

@@ -24,12 +24,14 @@ from gems.files import from_json, to_json
 from gems.hardware import Link, machine
 from gems.model.costs import Cost, Costs, Edge, unit
 from gems.model.graph import Block, Graph, Value
-from gems.planner.assign import assign
+from gems.planner.compile import CompiledPlan, compile_plan
 from gems.planner.explain import explain
 from gems.planner.recompute_selection import fitted
-from gems.planner.search import Wish, search
+from gems.planner.request import Request
+from gems.planner.search import search
 from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
+from gems.plans.residency import ADAM
 from gems.predict.recompute_cost import (
     Footprint,
     footprint,
@@ -39,7 +41,6 @@ from gems.predict.recompute_cost import (
     runs,
 )
 from gems.predict.simulate import simulate
-from gems.predict.stage_costs import price
 from gems.schedule import greedy
 from gems.schedule.action import Kind, Schedule, parse
 from gems.schedule.build import build, lowered
@@ -305,7 +306,7 @@ def test_names_cover_modules_their_calls_and_the_model() -> None:
 @pytest.mark.parametrize("n", [16, 64, 144])
 def test_a_long_chain_fits_in_about_twice_the_root_of_its_length(n: int) -> None:
     graph, costs = chain(n)
-    leanest = fitted(Plan(recompute="auto"), graph, costs, [0] * n, 0.0)
+    leanest = fitted(Plan(recompute="auto"), graph, costs, [0] * n, 0.0, ADAM)
     (names,) = leanest.recompute_by_stage
     found = footprint(graph, list(range(n)), {graph.index[name] for name in names})
     # Every break saves its own input and is followed by one: 2 per break, and a run between.
@@ -317,23 +318,29 @@ def test_auto_recomputes_no_more_than_it_must_and_the_cheapest_per_byte_first() 
     dear = replace(costs, items=tuple(Cost(f=9 if i % 2 else 1, activations=16) for i in range(8)))
     boundary = 2 * 16
     plan = Plan(recompute="auto")
-    assert fitted(plan, graph, dear, [0] * 8, 8 * 16 + boundary).recompute_by_stage == ("never",)
-    (names,) = fitted(plan, graph, dear, [0] * 8, 7 * 16 + boundary).recompute_by_stage
+    assert fitted(plan, graph, dear, [0] * 8, 8 * 16 + boundary, ADAM).recompute_by_stage == (
+        "never",
+    )
+    (names,) = fitted(plan, graph, dear, [0] * 8, 7 * 16 + boundary, ADAM).recompute_by_stage
     # A block by itself saves nothing, for its run saves what it reads; two do.
     chosen = [graph.index[n] for n in names]
     assert len(names) == 2 and recompute_seconds(dear, range(8), chosen) == 10
 
 
+def compiled(plan: Plan, graph: Graph, costs: Costs) -> CompiledPlan:
+    return compile_plan(plan, graph, costs, machine("cpu"), Request.of(plan))
+
+
 def test_a_name_that_keeps_nothing_is_explained() -> None:
     graph, costs = chain(4)
     with pytest.raises(PlanError, match="no block of the model is called 'b9'; did you mean b"):
-        assign(Plan(stages=2, recompute=["b1", "b9"]), graph, costs)
+        compiled(Plan(stages=2, recompute=["b1", "b9"]), graph, costs)
 
 
 def test_a_stage_that_recomputes_blocks_pays_for_them_in_backward() -> None:
     graph, costs = chain(6)
-    plan = assign(Plan(stages=2, recompute=(("b1", "b2"), "never")), graph, costs)
-    first, second = price(costs, graph, [0, 0, 0, 1, 1, 1], plan, machine("cpu")).items
+    plan = Plan(stages=2, recompute=(("b1", "b2"), "never"))
+    first, second = compiled(plan, graph, costs).costs.items
     assert (first.f, first.i, first.w) == (3, 3 + 2, 3)
     assert (first.activations, first.temporary) == (2 * 16, 16)
     assert (second.i, second.activations, second.temporary) == (3, 3 * 16, 0)
@@ -357,13 +364,13 @@ def test_the_planner_recomputes_where_nothing_else_fits_and_says_what_it_bought(
     graph, costs = study()
     slow = Link(1e6, 1e-3)  # the way to the host, so that nothing is put away
     on = replace(machine("v100"), host_link=slow)
-    roomy = search(graph, costs, on, Wish(2, 1e9, 4))
+    roomy = search(graph, costs, on, Request(2, 1e9, 4))
     assert roomy.best.plan.recompute == "never"
-    lean = search(graph, costs, on, Wish(2, 1e9, 4, "memory"), prune=False).fitting
+    lean = search(graph, costs, on, Request(2, 1e9, 4, "memory"), prune=False).fitting
     leanest = min(c.bytes for c in lean if not c.plan.offload)
     kept = [c for c in (*roomy.fitting, *roomy.rest) if c.plan.recompute == "never"]
     assert leanest < 0.7 * min(c.bytes for c in kept)
-    tight = search(graph, costs, on, Wish(2, 1.1 * leanest, 4))
+    tight = search(graph, costs, on, Request(2, 1.1 * leanest, 4))
     assert tight.fitting and tight.best.plan.recompute != "never"
     assert "recomputing: " in explain(tight) and "where saving all takes" in explain(tight)
     assert "recomputes " in explain(tight)

@@ -16,7 +16,7 @@ from gems.plans.plan import Plan
 from gems.torch.spatial.group import CHANNEL
 from gems.transport.protocol import Transport
 from tests.exact import alone, assert_equal, batches, join, plainly, trained
-from tests.test_loud import LOST, Run, assert_said, run, warm  # noqa: F401 - fixtures
+from tests.test_loud import LOST, Run, assert_said, run  # noqa: F401 - a fixture
 from tests.test_spatial_generated import network as generated
 from tests.test_spatial_generated import some_cut
 from tests.worlds import spawn

@@ -276,7 +276,7 @@ def test_what_needs_the_whole_image_is_refused_before_anything_runs(kind: str) -
 
 
 def test_a_plan_says_what_cannot_be_streamed() -> None:
-    with pytest.raises(PlanError, match=r"stage 0 streams 2x2 .* cut over 4 .*leave one"):
+    with pytest.raises(PlanError, match=r"stage 0 streams 2x2 .* split over 4 .*leave one"):
         Plan(stages=2, stream="2x2", spatial="2x2")
     with pytest.raises(PlanError, match="recompute is 'except_last'; give it 'always'"):
         Plan(stages=2, stream="2x2", recompute="except_last")

@@ -21,7 +21,8 @@ from gems.hardware import Device, Link, Machine
 from gems.model.costs import Cost, Costs, Edge, together, unit
 from gems.model.graph import Graph
 from gems.planner.explain import chosen
-from gems.planner.search import Wish, search
+from gems.planner.request import Request
+from gems.planner.search import search
 from gems.planner.two_buffers import step_seconds
 from gems.plans.fields import BATCHES
 from gems.plans.plan import Plan
@@ -733,7 +734,7 @@ def test_the_published_rule_of_a_steps_length() -> None:
 
 def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
     graph, costs = chain()
-    roomy = Wish(4, 1e9, 8, schedule="2bw")
+    roomy = Request(4, 1e9, 8, schedule="2bw")
     found = search(graph, costs, MACHINE, roomy)
     assert {c.plan.schedule for c in (*found.fitting, *found.rest)} == {"2bw"}
     assert (found.best.plan.data, found.best.plan.depth) == (4, 1)  # sums travel beside the work
@@ -750,13 +751,13 @@ def test_the_planner_chooses_width_depth_and_keep_if_asked_for() -> None:
     wide = next(c for c in deep.fitting if c.plan.depth == 1)
     assert wide.seconds > step_seconds(wide.plan, Costs((together(costs.items),)), slow)
     none = search(graph, costs, MACHINE, replace(roomy, micro_batches=3))
-    with pytest.raises(PlanError, match="3 micro-batches a step cannot be shared out"):
+    with pytest.raises(PlanError, match="3 micro-batches a step cannot be split evenly"):
         chosen(none)
 
 
 def test_the_planner_never_chooses_older_weights_by_itself() -> None:
     graph, costs = chain()
-    found = search(graph, costs, MACHINE, Wish(2, 1e9, 4), prune=False)
+    found = search(graph, costs, MACHINE, Request(2, 1e9, 4), prune=False)
     assert "2bw" not in {c.plan.schedule for c in (*found.fitting, *found.rest)}
 
 

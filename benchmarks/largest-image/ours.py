@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.pipeline.livebytes import LiveBytes
 from gems.errors import PlanError
 from gems.hardware import machine
-from gems.planner.search import Wish
+from gems.planner.request import Request
 from gems.plans.plan import Plan
 from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
@@ -96,8 +96,8 @@ def plans(name: str, ranks: int, images: int, side: int, cap: float) -> Iterator
     target *= images * side * side if NETWORKS[name].target(1, 2).dim() > 1 else images
 
     def plan(part: float) -> Plan | None:
-        wish = Wish(ranks, part * cap - target, images, state=0.0)
-        found = study.search(wish)
+        request = Request(ranks, part * cap - target, images, state=0.0)
+        found = study.search(request)
         return found.best.plan if found.fitting else None
 
     part, seen = 1.0, []

@@ -109,6 +109,6 @@ def _speed(machines: dict[str, Machine]) -> str:
 
 
 def _halos() -> str:
-    known = all(any(block.strips for block in graph(name).blocks) for name in PUBLISHED)
+    known = all(any(block.halos for block in graph(name).blocks) for name in PUBLISHED)
     told = "counted" if known else "**not counted**: the graph does not know them yet"
     return f"Halos between tiles are {told}."

@@ -11,10 +11,10 @@ from gems.hardware import Machine
 from gems.model.costs import Costs
 from gems.model.estimate import estimate
 from gems.model.graph import Graph
-from gems.planner.assign import stages, written
+from gems.planner.compile import compile_plan
+from gems.planner.request import Request
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
-from gems.predict.stage_costs import price
 from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
 from gems.torch.spatial.halo_costs import with_halos
@@ -32,10 +32,8 @@ def network(name: str, side: int, batch: int = 1, **options: Any) -> Graph:
 
 def priced(graph: Graph, plan: Plan, on: Machine) -> tuple[Plan, Costs]:
     """The plan with its stages written out, and what each costs."""
-    blocks = estimate(graph, on)
-    stage_of = stages(plan, graph, blocks)
-    plan = written(plan, graph, stage_of)
-    return plan, price(blocks, graph, stage_of, plan, on)
+    compiled = compile_plan(plan, graph, estimate(graph, on), on, Request.of(plan))
+    return compiled.plan, compiled.costs
 
 
 def step(graph: Graph, plan: Plan, on: Machine) -> Timeline:

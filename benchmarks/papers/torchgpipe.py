@@ -95,7 +95,7 @@ def gpipe_seconds(plan: Plan, costs: Costs, again: float, late: bool = False) ->
         edges=(*plan.chain, *((s, n + s) for s in range(n))),
     )
     schedule = require(lower(Schedule(tuple(_row(s, n, m) for s in range(n))), doubled), doubled)
-    costs = replace(costs, items=stages + beside, teams=())
+    costs = replace(costs, items=stages + beside, group_sizes=())
     return simulate(schedule, doubled, costs, P40).seconds
 
 

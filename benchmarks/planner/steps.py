@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.prediction.pairs import NETWORKS, M
 from gems.files import from_json, to_json
 from gems.hardware import machine
-from gems.planner.search import Wish
+from gems.planner.request import Request
 from gems.plans.plan import Plan
 from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
@@ -24,7 +24,7 @@ def found(network: str, ranks: int) -> list[tuple[str, float]]:
     net, on = NETWORKS[network], machine("local")
     torch.manual_seed(0)
     study = Study(net.make(), net.sample(M), on, costs="measure")
-    every = study.search(Wish(ranks, on.device.memory, M, state=1.0), prune=False)
+    every = study.search(Request(ranks, on.device.memory, M, state=1.0), prune=False)
     ordered = sorted(every.fitting, key=lambda c: c is not every.best)
     return [(to_json(c.plan), c.seconds) for c in ordered]
 

@@ -39,8 +39,8 @@ def run(given: argparse.Namespace) -> int:
     found = list(_model_problems(given, plan)) if given.model else []
     schedule = parse(read_text(given.file)) if given.file else lowered(plan)
     found += check(schedule, plan)
-    for fault in found:
-        print(fault, file=sys.stderr)
+    for problem in found:
+        print(problem, file=sys.stderr)
     actions = sum(len(row) for row in schedule.ranks)
     if not found:
         fits = f"; its stages fit {given.model}" if given.model else ""
@@ -60,7 +60,7 @@ def _model_problems(given: argparse.Namespace, plan: Plan) -> Iterator[str]:
         yield str(error)
         return
     if unknown := list(unknown_names(plan, graph)):
-        yield from (f"recompute: {fault}" for fault in unknown)
+        yield from (f"recompute: {problem}" for problem in unknown)
         return
     edges = written(plan, graph, stage_of).edges
     if plan.edges is not None and plan.edges != edges:

@@ -29,7 +29,7 @@ from gems.errors import GemsError, problems
 from gems.files import from_json, read_text, write
 from gems.hardware import machine
 from gems.model.costs import unit
-from gems.planner.assign import stages
+from gems.planner.request import Request
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Timeline, timeline_problems
@@ -138,8 +138,10 @@ def _show_step(given: argparse.Namespace) -> None:
 def _show_partition(given: argparse.Namespace) -> None:
     given.machine = given.machine or "cpu"
     plan = plan_from(given)
-    graph, costs = studied(given, machine(given.machine)).graph
-    shown = partitioned(graph, stages(plan, graph, costs), costs, plan.sizes)
+    study = studied(given, machine(given.machine))
+    graph, costs = study.graph
+    stage_of = study.compiled(plan, Request.of(plan)).stage_of
+    shown = partitioned(graph, stage_of, costs, plan.sizes)
     print(partition_text(shown, plan))
     picture = partition_svg(shown, given.title or f"{given.model}, {plan.depth} stages", plan)
     _write(given.svg, lambda: picture)

@@ -12,12 +12,10 @@ from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
 from gems.files import to_json, write
-from gems.hardware import Machine, bytes_of, machine
-from gems.model.costs import Costs
-from gems.model.graph import Graph
-from gems.planner.assign import assign, stages
+from gems.hardware import bytes_of, machine
+from gems.planner.compile import CompiledPlan
+from gems.planner.request import Request
 from gems.plans.plan import Plan
-from gems.predict.stage_costs import price
 
 OPTIONS = {
     "--machine": machine_option("machine to plan for (default: cpu)", "cpu"),
@@ -51,40 +49,45 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    on = machine(given.machine)
-    study = studied(given, on)
+    plan, compiled = planned(given)
     if given.auto:
-        from gems.torch.planning import choose
-
-        options = (given.memory, given.micro_batches, given.objective)
-        plan, study = choose(study, given.auto, *options, schedule=given.schedule or "")
         print(plan.explain())
-    elif given.objective != "time" or given.micro_batches:
-        raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
-    else:
-        limit = bytes_of(given.memory) if given.memory else None
-        room = limit or on.device.memory
-        plan = assign(plan_from(given), *study.graph, limit, room)
-    print(_stages(plan, *study.graph, on))
+    print(_stages(compiled))
     if given.out:
         print(f"wrote {write(given.out, to_json(plan))}")
     return 0
 
 
-def _stages(plan: Plan, graph: Graph, blocks: Costs, on: Machine) -> str:
+def planned(given: argparse.Namespace) -> tuple[Plan, CompiledPlan]:
+    """The plan to write out, chosen or given, and what it is for the model."""
+    on = machine(given.machine)
+    study = studied(given, on)
+    memory = bytes_of(given.memory) if given.memory else None
+    if given.auto:
+        from gems.torch.planning import choose
+
+        wanted = {"objective": given.objective, "schedule": given.schedule or ""}
+        request = Request.on(on, given.auto, memory, given.micro_batches, **wanted)
+        plan, study = choose(study, request)
+        return plan, study.compiled(plan, request)
+    if given.objective != "time" or given.micro_batches:
+        raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
+    plan = plan_from(given)
+    compiled = study.compiled(plan, Request.of(plan, memory))
+    return compiled.plan, compiled
+
+
+def _stages(compiled: CompiledPlan) -> str:
     """What each stage is, and what each of its ranks pays for it."""
-    staged = price(blocks, graph, stages(plan, graph, blocks), plan, on)
-    rows = []
-    for stage, cost in enumerate(staged.items):
+    plan, rows = compiled.plan, []
+    for stage, cost in enumerate(compiled.costs.items):
         assert not isinstance(plan.stages, int)
         names = plan.stages[stage]
-        ranks = ",".join(map(str, plan.replica_groups[stage]))
-        run_of = " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
         rows.append(
             (
                 stage,
-                ranks,
-                run_of,
+                ",".join(map(str, plan.replica_groups[stage])),
+                " .. ".join(dict.fromkeys((*names[:1], *names[-1:]))),
                 seconds(cost.seconds),
                 size(cost.activations),
                 size(cost.weights),

@@ -13,9 +13,9 @@ from gems.draw.text import text
 from gems.files import to_json, write
 from gems.hardware import machine
 from gems.model.costs import unit
-from gems.planner.assign import assign, stages
+from gems.planner.compile import CompiledPlan
+from gems.planner.request import Request
 from gems.predict.simulate import simulate
-from gems.predict.stage_costs import price
 from gems.predict.timeline import Timeline
 from gems.schedule.build import lowered
 
@@ -44,12 +44,13 @@ def run(given: argparse.Namespace) -> int:
 
 def predicted(given: argparse.Namespace) -> Timeline:
     """The simulated step of the plan: each stage one unit, or the model's on a machine."""
+    if given.machine is not None:
+        return compiled(given).timeline
     plan = plan_from(given)
-    if given.machine is None:
-        return simulate(lowered(plan), plan, unit(plan.depth))
-    on = machine(given.machine)
-    graph, blocks = studied(given, on).graph
-    stage_of = stages(plan, graph, blocks)
-    plan = assign(plan, graph, blocks, room=on.device.memory)
-    costs = price(blocks, graph, stage_of, plan, on)
-    return simulate(lowered(plan, costs), plan, costs, on)
+    return simulate(lowered(plan), plan, unit(plan.depth))
+
+
+def compiled(given: argparse.Namespace) -> CompiledPlan:
+    """The plan for the model on the machine that was asked for."""
+    plan = plan_from(given)
+    return studied(given, machine(given.machine)).compiled(plan, Request.of(plan))

@@ -14,12 +14,12 @@ from gems.model.graph import Graph, crossings, members
 class Cost:
     """Seconds of forward (f), input gradient (i) and weight gradient (w), and bytes.
 
-    `stash` is what one micro-batch keeps for backward, `weights` what is held all the time,
+    `activations` is what one micro-batch saves for backward, `weights` what is held all the time,
     `gradients` the part of them that is trained, `workspace` the most that is live for a moment
     beside all that. Of each of f, i and w, `launch` seconds are no fewer on a part of the image;
-    where a stage is cut, `exchange` bytes are sent inside it, forward and again backward.
+    where a stage is tiled, `exchange` bytes are sent inside it, forward and again backward.
     Backward in two halves, i and then w, takes `halves` times as long as in one. Where blocks are
-    recomputed inside backward, `surge` is what is live then beyond the stash.
+    recomputed inside backward, `temporary` is what is live then beyond the activations.
     """
 
     f: float = 1.0
@@ -95,7 +95,7 @@ class Edge:
     """What one stage sends another for one micro-batch: bytes, and bytes of gradients back.
 
     `kept` is what a rank of the target keeps of it to compute from it again; None: its even share.
-    What `stays` each rank has already, but for strips: the same ranks have the same tiles next.
+    What `stays` each rank has already, but for halos: the same ranks have the same tiles next.
     """
 
     source: int
@@ -114,20 +114,21 @@ class Costs:
     """A cost per item (blocks of a graph, or stages of a plan), and messages between stages.
 
     A message takes `latency` seconds and `per_byte` for every byte; none by default. Where stages
-    are cut over teams of ranks, `teams` says how many each has, and items are what one rank pays.
+    are split over groups of ranks, `group_sizes` has how many, and items are what one rank pays.
     """
 
     items: tuple[Cost, ...]
     messages: tuple[Edge, ...] = ()
     latency: float = 0.0
     per_byte: float = 0.0
-    teams: tuple[int, ...] = ()
+    group_sizes: tuple[int, ...] = ()
 
     @cached_property
     def _received(self) -> dict[int, int]:
         found: dict[int, int] = {}
         for edge in self.messages:
-            size = -(-edge.output // self.team(edge.target)) if edge.kept is None else edge.kept
+            even = -(-edge.output // self.group_size(edge.target))
+            size = even if edge.kept is None else edge.kept
             found[edge.target] = found.get(edge.target, 0) + size
         return found
 
@@ -135,7 +136,7 @@ class Costs:
     def _given(self) -> dict[int, int]:
         found: dict[int, int] = {}
         for edge in self.messages:
-            size = -(-edge.output // self.team(edge.source))
+            size = -(-edge.output // self.group_size(edge.source))
             found[edge.source] = found.get(edge.source, 0) + size
         return found
 
@@ -157,8 +158,9 @@ class Costs:
         edge = self._edge(what, source, target)
         return edge is not None and edge.stays
 
-    def team(self, stage: int) -> int:
-        return self.teams[stage] if self.teams else 1
+    def group_size(self, stage: int) -> int:
+        """How many ranks run a stage together."""
+        return self.group_sizes[stage] if self.group_sizes else 1
 
     def received(self, stage: int) -> int:
         """Bytes that a rank of a stage keeps of what it is sent for one micro-batch."""
@@ -169,10 +171,10 @@ class Costs:
         return self._given.get(stage, 0)
 
     def part(self, what: str, source: int, target: int) -> int:
-        """Bytes on one link: a message goes in as many parts as the larger of its teams has."""
+        """Bytes on one link: a message has as many parts as the larger of its two groups."""
         if self.stays(what, source, target):
             return 0
-        ranks = max(self.team(source), self.team(target))
+        ranks = max(self.group_size(source), self.group_size(target))
         return -(-self.bytes(what, source, target) // ranks)
 
     def travel(self, what: str, source: int, target: int) -> float:
@@ -186,10 +188,10 @@ class Costs:
     def shared(self, sizes: Sequence[int]) -> Costs:
         """What each rank pays if `sizes[s]` ranks run stage s together and share it evenly.
 
-        Weights are not shared: every rank of a team holds them all.
+        Weights are not shared: every rank of a group holds them all.
         """
         items = tuple(cost.part(1 / n) for cost, n in zip(self.items, sizes, strict=True))
-        return replace(self, items=items, teams=tuple(sizes))
+        return replace(self, items=items, group_sizes=tuple(sizes))
 
     def __getitem__(self, index: int) -> Cost:
         return self.items[index]
@@ -199,7 +201,7 @@ class Costs:
 
     @property
     def counts_micro_batches(self) -> bool:
-        """Whether these are costs in units, where a stash is one and not bytes."""
+        """Whether these are unit costs, where activations are one and not bytes."""
         return all(cost.activations == 1 and not cost.weights for cost in self.items)
 
 
@@ -213,7 +215,7 @@ def mean(several: Sequence[Costs]) -> Costs:
 
 
 def unit(stages: int) -> Costs:
-    """Each stage takes f = i = w = 1 and keeps one stash: the unit of the closed forms."""
+    """Each stage takes f = i = w = 1 and saves 1: the unit of the closed forms."""
     return Costs((Cost(),) * stages)
 
 

@@ -48,19 +48,19 @@ class Weight:
 
 @dataclass(frozen=True)
 class Block:
-    """The smallest piece that is never cut: one recorded call, or a few that share memory.
+    """The smallest piece that is never split: one recorded call, or a few that share memory.
 
     `layer` is what `balance` counts: the child of an `nn.Sequential`, or the block itself.
     `mutates` are values changed in place. `saves` are the storages kept for backward, as
     (storage, bytes): two blocks that save the same storage keep it once. `moved` are the bytes
     read and written.
 
-    If the image is cut, `strips` are the bytes that go over a cut across each spatial dim, both
-    ways together, in `exchanges`, and `sums` those that every rank adds up with every other, in
-    `totals`; `whole` says that the block cannot be cut. `reach` is what it reads around its outputs
-    along each spatial dim, both sides together, as a part of the image; `streams` says that the
-    image may run in parts, one after the other, to the end of this block. Empty and 0 where nobody
-    has looked.
+    If the image is tiled, `halos` are the bytes that cross a boundary of tiles along each spatial
+    dim, both ways together, in `exchanges`, and `sums` those that every rank adds up with every
+    other, in `totals`; a `whole` block cannot be tiled. `reach` is what it reads around its outputs
+    along each spatial dim, both sides together, as a part of the image; with `streams`, the image
+    may run in patches, one after the other, to the end of this block. Empty and 0 where nobody has
+    looked.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Block:
     saves: tuple[tuple[int, int], ...] = ()
     flops: int = 0
     moved: int = 0
-    strips: tuple[int, ...] = ()
+    halos: tuple[int, ...] = ()
     exchanges: int = 0
     sums: int = 0
     totals: int = 0
@@ -124,7 +124,7 @@ class Graph:
 
     @cached_property
     def crossing(self) -> list[int]:
-        """For each block, the bytes that a cut right before it would send."""
+        """For each block, the bytes that a boundary right before it would send."""
         last_read: dict[str, int] = dict.fromkeys(self.outputs, len(self.blocks))
         for i, block in enumerate(self.blocks):
             for name in block.reads:
@@ -138,7 +138,7 @@ class Graph:
 
     @cached_property
     def first_saved(self) -> list[int]:
-        """Bytes that each block adds to a stash: a storage counts where it is saved first."""
+        """Activations that each block adds: a storage counts where it is saved first."""
         seen: set[int] = set()
         found = []
         for block in self.blocks:

@@ -1,1 +1,1 @@
-"""Choosing: where to cut, and which plan."""
+"""Choosing: how to partition, and which plan."""

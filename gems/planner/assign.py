@@ -11,25 +11,12 @@ from gems.model.costs import Costs
 from gems.model.graph import Graph, around, covering, crossings, members
 from gems.planner.in_flight import in_flight
 from gems.planner.partition import by_weight
-from gems.planner.recompute_selection import fitted
 from gems.plans.plan import Plan
-
-
-def assign(
-    plan: Plan, graph: Graph, costs: Costs, memory: float | None = None, room: float | None = None
-) -> Plan:
-    """The plan with its blocks written out by name, and with the model's edges between stages.
-
-    `room` is what `recompute="auto"` may fill on each rank, if not `memory`.
-    """
-    stage_of = stages(plan, graph, costs, memory)
-    room = memory if room is None else room
-    plan = written(plan, graph, stage_of)
-    return plan if room is None else fitted(plan, graph, costs, stage_of, room)
+from gems.plans.residency import ADAM
 
 
 def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
-    """The same, if every block has its stage."""
+    """The plan with its blocks written out by name, and with the model's edges between stages."""
     names = tuple(tuple(graph.blocks[i].name for i in mine) for mine in members(stage_of))
     balance = plan.balance if isinstance(plan.balance, str) else "time"
     edges = tuple(crossings(graph, stage_of))
@@ -38,21 +25,24 @@ def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
     return replace(plan, stages=names, balance=balance, edges=edges)
 
 
-def stages(plan: Plan, graph: Graph, costs: Costs, memory: float | None = None) -> list[int]:
+def stages(
+    plan: Plan, graph: Graph, costs: Costs, limit: float | None = None, state: float = ADAM
+) -> list[int]:
     """The stage of every block: by the names given, by counts of layers, or evened out.
 
-    With `memory`, time is evened out among the cuts that leave every rank so many bytes.
+    With a `limit`, time is evened out among the partitions that give every rank at most so many
+    bytes; `state` is the optimizer's, per byte of parameters.
     """
     if not isinstance(plan.stages, int):
         return stages_by_name(graph, plan.stages)
     if not isinstance(plan.balance, str):
         return _by_count(graph, plan.balance)
-    counts = in_flight(plan) if memory is not None or plan.balance == "memory" else None
+    counts = in_flight(plan) if limit is not None or plan.balance == "memory" else None
     spatial = sum(bool(grid.tiles and grid.size > 1) for grid in plan.grids)
     streamed = len(plan.stream) if isinstance(plan.stream, tuple) else 0
     return by_weight(
         graph, costs, plan.depth, plan.balance, plan.sizes,
-        spatial=spatial, streamed=streamed, in_flight=counts, cap=memory,
+        spatial=spatial, streamed=streamed, in_flight=counts, limit=limit, state=state,
     )  # fmt: skip
 
 

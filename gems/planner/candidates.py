@@ -13,8 +13,8 @@ from gems.plans.plan import Plan
 from gems.plans.recompute import Recompute
 from gems.schedule.build import BY_SAMPLE
 
-UNITS = (4, 16)  # stages of one rank, to be gathered one after the other
-APART = (4, 16, 64, 128)  # the same, of which one or two are here at a time
+UNITS = (4, 16)  # stages of one rank, to be unsharded one after the other
+APART = (4, 16, 64, 128)  # the same, of which one or two are on the device at a time
 LONG = 2048  # times that ranks run a stage in a step of a copy: it takes long to simulate more
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
@@ -53,39 +53,39 @@ def recomputing(choice: Choice) -> Iterator[Choice]:
     yield Choice(family, replace(plan, recompute="auto"))
 
 
-def putting_away(
+def offloading(
     choice: Choice, blocks: int, place: str, *, state_only: bool = True
 ) -> Iterator[Choice]:
-    """The same with what waits put away to a `place`: what is kept for backward, as it is or inputs
-    only; weights that do not run; both. Ranks that have all of the model are given it in stages,
-    even in memory, to have one or two of them here at a time; L2L fetches each of them twice a
-    step, whatever there is to do. Without `state_only`, no weights without the stash. Plans that
-    take long to simulate are left out: this is for a few ranks, or a few images."""
-    plan, family = choice.plan, f"{choice.family}, put away"
+    """The same with offload to a `place`: of activations, all or inputs only; of weights of stages
+    that do not run; of both. Ranks that have all of the model are given it in stages, even in
+    memory, to have one or two of them on the device at a time; L2L loads each of them twice a step,
+    however many micro-batches there are. Without `state_only`, no weights without activations.
+    Plans that take long to simulate are left out: this is for a few ranks, or a few images."""
+    plan, family = choice.plan, f"{choice.family}, offloaded"
     if plan.zero or plan.asynchronous:
         return
-    for cut in _apart(plan, blocks) if plan.depth == 1 else (plan,):
-        if sum(cut.sizes) * cut.micro_batches > LONG:
+    for staged in _apart(plan, blocks) if plan.depth == 1 else (plan,):
+        if sum(staged.sizes) * staged.micro_batches > LONG:
             continue
-        less = replace(cut, recompute=_every_stage(cut))
-        yield Choice(family, replace(cut, offload=f"activations:{place}"))
-        if plan.schedule not in BY_SAMPLE or cut.depth > 1:
+        less = replace(staged, recompute=_every_stage(staged))
+        yield Choice(family, replace(staged, offload=f"activations:{place}"))
+        if plan.schedule not in BY_SAMPLE or staged.depth > 1:
             yield Choice(family, less)
             yield Choice(family, replace(less, offload=f"activations:{place}"))
-        if any(len(on) > 1 for on in cut.stages_on):
+        if any(len(on) > 1 for on in staged.stages_on):
             if state_only:
-                yield Choice(family, replace(cut, offload=f"weights:{place}"))
+                yield Choice(family, replace(staged, offload=f"weights:{place}"))
             both = (f"activations:{place}", f"weights:{place}")
-            yield Choice(family, replace(cut, offload=both))
+            yield Choice(family, replace(staged, offload=both))
             yield Choice(family, replace(less, offload=both))
-        if cut.ranks == 1 and state_only:
-            one = replace(cut, schedule="l2l", offload=f"weights:{place}")
+        if staged.ranks == 1 and state_only:
+            one = replace(staged, schedule="l2l", offload=f"weights:{place}")
             yield Choice("layer to layer", one)
 
 
 def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
     """A plan of one stage in several, on the same ranks."""
-    team = tuple(range(plan.ranks))
+    group = tuple(range(plan.ranks))
     counts = [n for n in APART if n <= blocks] or [blocks]
     if 1.5 * counts[-1] < blocks < APART[-1]:
         counts.append(blocks)  # each by itself
@@ -94,37 +94,37 @@ def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
             plan,
             stages=stages,
             spatial=plan.spatial * stages,
-            placement=(team,) * stages if plan.cut else "straight",
+            placement=(group,) * stages if plan.cut else "straight",
             balance="memory",
         )
 
 
 def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
-    """The first blocks of the model over parts of the image, one after the other: on every rank of
-    its own, or on the first rank of a pipeline."""
+    """The first blocks of the model over patches of the image, one after the other: on every rank
+    of its own, or on the first rank of a pipeline."""
     reach = sum(1 for _ in takewhile(lambda b: b.streams, graph.blocks))
     rest = len(graph.blocks) - reach
     for copies in _divisors(ranks) if reach else ():
         p, m = ranks // copies, micro_batches // copies
         if micro_batches % copies or p - 1 > rest:
             continue
-        for blocks, times in _parts(graph):
+        for patches, times in _patches(graph):
             if times > reach:
                 continue
             if p == 1:
                 plan = Plan(
                     stages=times + bool(rest), ranks=1, schedule="sequential", micro_batches=m,
-                    stream=(blocks,) * times, data=copies,
+                    stream=(patches,) * times, data=copies,
                 )  # fmt: skip
                 yield Choice("streaming", plan)
             elif times == 1:
-                plan = Plan(stages=p, micro_batches=m, stream=(blocks,), data=copies)
+                plan = Plan(stages=p, micro_batches=m, stream=(patches,), data=copies)
                 yield Choice("streaming, then pipeline", plan)
 
 
-def _parts(graph: Graph) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Square grids of blocks in time, with no fewer than a few cells to a block, and in how many
-    stages: less overlaps in each of several, but what they give each other is whole."""
+def _patches(graph: Graph) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Square grids of patches, with no fewer than a few cells to a patch, and in how many stages:
+    less overlaps in each of several, but what they send each other is whole."""
     shape = graph.value[graph.inputs[0]].shape[2:]
     for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
         for times in (1, 2, 3, 6) if parts in (4, 8, 16, 32, 64) else (1,):
@@ -132,11 +132,11 @@ def _parts(graph: Graph) -> Iterator[tuple[tuple[int, ...], int]]:
                 yield (parts,) * len(shape), times
 
 
-def sharing(choice: Choice, blocks: int) -> Iterator[Choice]:
-    """The same with its state shared out over the ranks that hold a stage (ZeRO), as little as will
-    do first. A copy on one rank is cut into stages, to have one of them whole at a time."""
-    plan, family = choice.plan, f"{choice.family}, shared state"
-    if plan.asynchronous or all(len(holders) == 1 for holders in plan.replica_groups):
+def sharding(choice: Choice, blocks: int) -> Iterator[Choice]:
+    """The same with its state sharded over replica groups (ZeRO), as little as will do first. A
+    copy on one rank gets several stages, to have one of them unsharded at a time."""
+    plan, family = choice.plan, f"{choice.family}, sharded state"
+    if plan.asynchronous or all(len(group) == 1 for group in plan.replica_groups):
         return
     for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
         yield Choice(family, replace(plan, zero=zero))
@@ -169,7 +169,7 @@ def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
         return
     yield from _pipelines(ranks, m)
     yield from _both_ways(ranks, m)
-    if any(b.strips for b in graph.blocks):
+    if any(b.halos for b in graph.blocks):
         yield from _spatial(graph, ranks, m)
 
 
@@ -233,7 +233,7 @@ def _tiles_first(
 
 
 def _grids(graph: Graph, count: int) -> list[tuple[int, ...]]:
-    """Rows, and the most square grid; for volumes, depth is cut first."""
+    """Rows, and the most square grid; for volumes, depth is split first."""
     dims = len(graph.value[graph.inputs[0]].shape) - 2
     rows = (count, *(1,) * (dims - 1))
     if dims < 2:

@@ -94,7 +94,7 @@ def finer(plan: Plan, graph: Graph, lumps: Graph) -> Plan:
 
 
 def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:
-    """Runs that take a share of the time or of the stash, ended at the next place to cut well."""
+    """Runs with a share of the time or of the activations, ended at the next good boundary."""
     crossing = [*graph.crossing, 0]
     activations = [sum(n for _, n in b.saves) for b in graph.blocks]
     seconds = [c.seconds for c in costs.items]
@@ -132,7 +132,7 @@ def _needed(graph: Graph, runs: Sequence[range]) -> set[str]:
 
 def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
     made = {name for b in blocks for name in b.writes}
-    strips = zip(*(b.strips for b in blocks), strict=False)
+    halos = zip(*(b.halos for b in blocks), strict=False)
     reach = zip(*(b.reach for b in blocks), strict=False)
     writes = [name for b in blocks for name in b.writes if name in needed]
     return Block(
@@ -146,7 +146,7 @@ def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
         saves=tuple(sorted(dict(pair for b in blocks for pair in b.saves).items())),
         flops=sum(b.flops for b in blocks),
         moved=sum(b.moved for b in blocks),
-        strips=tuple(map(sum, strips)),
+        halos=tuple(map(sum, halos)),
         sums=sum(b.sums for b in blocks),
         exchanges=sum(b.exchanges for b in blocks),
         totals=sum(b.totals for b in blocks),

@@ -9,7 +9,7 @@ from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
 from gems.geometry.grid import Grid
-from gems.planner.search import Candidate, Found, largest_kind
+from gems.planner.search import Candidate, SearchResult, largest_kind
 from gems.plans.plan import Plan
 from gems.predict.timeline import KINDS
 
@@ -19,7 +19,7 @@ def describe(plan: Plan) -> str:
     both = " both ways" if plan.bidirectional and not plan.alternates else ""
     copies = f"{plan.data} copies of " if plan.data > 1 else ""
     stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
-    cut = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
+    grids = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
     ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
     rest = f", recomputes {recomputed(plan)}" if less(plan) else ""
     if plan.stream:
@@ -27,18 +27,19 @@ def describe(plan: Plan) -> str:
     if plan.zero:
         rest += f", zero={plan.zero}"
     if plan.offload:
-        rest += f", {' and '.join(_away(plan))} away"
-    return f"{plan.schedule}{both}, {copies}{stages}{cut} on {ranks}, m={plan.micro_batches}{rest}"
+        rest += f", {' and '.join(_offloaded(plan))} offloaded"
+    on = f"{copies}{stages}{grids} on {ranks}"
+    return f"{plan.schedule}{both}, {on}, m={plan.micro_batches}{rest}"
 
 
-def _away(plan: Plan) -> list[str]:
-    """What is put away; that the optimizer goes with the weights need not be said."""
+def _offloaded(plan: Plan) -> list[str]:
+    """What is offloaded; the optimizer always is where the weights are, so it is not listed."""
     found = [part.partition(":")[0] for part in plan.offload]
     return [what for what in found if what != "optimizer" or "weights" not in found]
 
 
 def streams(plan: Plan) -> str:
-    """The blocks that its first stages run one after the other."""
+    """The patches that its first stages run one after the other."""
     words = [str(Grid(tiles=policy.patches)) for policy in plan.activations if policy.patches]
     if len(words) > 1 and len(set(words)) == 1:
         return f"{words[0]} in {len(words)} stages"
@@ -69,40 +70,40 @@ def _runs(words: list[str]) -> str:
 COLUMNS = ("", "family", "best of it", "samples/s", "needs", "idle", "limited by")
 
 
-def explain(found: Found, samples: int = 1) -> str:
+def explain(found: SearchResult, samples: int = 1) -> str:
     """The best of each family, and what keeps it from being better."""
-    wish = found.wish
+    request = found.request
     rows: dict[str, tuple[str, ...]] = {}
     best = [found.best] if found.fitting else []
     for c in (*best, *found.fitting, *found.rest):
-        fits = c.bytes <= wish.memory
+        fits = c.bytes <= request.memory
         rate = f"{c.rate * samples:.3g}" if fits else "-"
         mark = "*" if fits and c is found.best else " "
-        rest = (size(c.bytes), f"{c.idle:.0%}", limit(c, wish.memory))
+        rest = (size(c.bytes), f"{c.prediction.idle:.0%}", limit(c, request.memory))
         rows.setdefault(c.family, (mark, c.family, describe(c.plan), rate, *rest))
     for p in found.pruned:
         rate = f"< {p.plan.total * samples / p.seconds:.3g}"
         why = (
-            f"memory: at least {size(p.bytes - wish.memory)} too much"
-            if p.bytes > wish.memory
+            f"memory: at least {size(p.bytes - request.memory)} too much"
+            if p.bytes > request.memory
             else "slower than the best even without waiting"
         )
         row = (" ", p.family, describe(p.plan), rate, f"> {size(p.bytes)}", "", why)
         rows.setdefault(p.family, row)
     head = (
-        f"{wish.ranks} ranks with {size(wish.memory)} each, {wish.micro_batches} micro-batches a "
-        f"step: {len(found.fitting) + len(found.rest)} plans simulated, {len(found.pruned)} ruled "
-        "out by what they need at least"
+        f"{request.ranks} ranks with {size(request.memory)} each, {request.micro_batches} "
+        f"micro-batches a step: {len(found.fitting) + len(found.rest)} plans simulated, "
+        f"{len(found.pruned)} ruled out by what they need at least"
     )
     lines = [head, table(rows.values(), COLUMNS).rstrip()]
     if best and less(best[0].plan):
-        lines.append(bought(found))
+        lines.append(recomputing_gains(found))
     if best and best[0].plan.stream:
-        lines.append(streaming_bought(found))
+        lines.append(streaming_gains(found))
     if best and best[0].plan.zero:
-        lines.append(shared(found))
+        lines.append(sharding_gains(found))
     if best and best[0].plan.offload:
-        lines.append(put_away(found))
+        lines.append(offloading_gains(found))
     lines += [
         f"not possible: {family}: {_first_line(why)}"
         for family, why in found.rejected
@@ -111,8 +112,8 @@ def explain(found: Found, samples: int = 1) -> str:
     return "\n".join(lines) + "\n"
 
 
-def bought(found: Found) -> str:
-    """What the best plan gains by keeping less than all for backward."""
+def recomputing_gains(found: SearchResult) -> str:
+    """What the best plan gains by recomputation."""
     best = found.best
     same = [c for c in (*found.fitting, *found.rest) if _twins(c.plan, best.plan)]
     least = [p for p in found.pruned if _twins(p.plan, best.plan)]
@@ -128,36 +129,36 @@ def bought(found: Found) -> str:
     return text
 
 
-def streaming_bought(found: Found) -> str:
-    """What the best plan gains by running one part of the image after the other."""
+def streaming_gains(found: SearchResult) -> str:
+    """What the best plan gains by running one patch of the image after the other."""
     best = found.best
     others = _sizes(found, lambda plan: not plan.stream)
     text = f"streaming {streams(best.plan)}: {size(best.bytes)} are enough"
     return f"{text} where the leanest without takes {size(min(others))}" if others else text
 
 
-def _sizes(found: Found, wanted: Callable[[Plan], bool]) -> list[float]:
+def _sizes(found: SearchResult, wanted: Callable[[Plan], bool]) -> list[float]:
     """Bytes of plans of some kind, at least, whether they fit or not."""
     return [c.bytes for c in (*found.fitting, *found.rest, *found.pruned) if wanted(c.plan)]
 
 
-def put_away(found: Found) -> str:
-    """What the best plan gains by what it puts away."""
+def offloading_gains(found: SearchResult) -> str:
+    """What the best plan gains by offload."""
     best = found.best
     others = _sizes(found, lambda plan: not plan.offload)
     where = best.plan.offload[0].partition(":")[2]
-    text = f"{' and '.join(_away(best.plan))} to {where}: {size(best.bytes)} are enough"
+    text = f"{' and '.join(_offloaded(best.plan))} to {where}: {size(best.bytes)} are enough"
     if others and min(others) > best.bytes:
         return f"{text} where the leanest without takes {size(min(others))}"
     return f"{text}, and what fits without takes longer"
 
 
-def shared(found: Found) -> str:
-    """What the best plan gains by sharing its state out."""
+def sharding_gains(found: SearchResult) -> str:
+    """What the best plan gains by sharding its state."""
     best = found.best
     what = ("the optimizer's state", "and gradients", "and weights")[: best.plan.zero]
     among = max(map(len, best.plan.replica_groups))
-    text = f"zero={best.plan.zero}: sharing {' '.join(what)} out over {among} ranks, "
+    text = f"zero={best.plan.zero}: sharding {' '.join(what)} over {among} ranks, "
     text += f"{size(best.bytes)} are enough"
     tried = [(c.bytes, c.plan, "") for c in (*found.fitting, *found.rest)]
     tried += [(p.bytes, p.plan, " or more") for p in found.pruned]
@@ -186,47 +187,49 @@ def _alike(plan: Plan, other: Plan) -> bool:
 
 
 def _twins(plan: Plan, other: Plan) -> bool:
-    """Whether a plan is the other but for keeping all, and for where it is cut."""
+    """Whether a plan is the other but for saving all activations, and for its partition."""
     return _alike(plan, other) and plan.zero == other.zero and not less(plan)
 
 
 def limit(candidate: Candidate, memory: float) -> str:
     """What keeps a candidate from fitting, or from being faster."""
+    expected = candidate.prediction
     if candidate.bytes > memory:
-        kind = largest_kind(candidate.fullest)
-        share = getattr(candidate.fullest, kind) / candidate.bytes
+        kind = largest_kind(expected.fullest)
+        share = getattr(expected.fullest, kind) / candidate.bytes
         return f"memory: {size(candidate.bytes - memory)} too much ({share:.0%} is {kind})"
-    if candidate.sums > 0.15 * candidate.seconds:
-        return f"sums of gradients: {seconds(candidate.sums)} after the last backward"
-    if candidate.idle > 0.15:
-        return f"waiting: {candidate.idle:.0%} of all ranks' time; more micro-batches would help"
+    if expected.sums > 0.15 * expected.seconds:
+        return f"all-reduce of gradients: {seconds(expected.sums)} after the last backward"
+    if expected.idle > 0.15:
+        return f"waiting: {expected.idle:.0%} of all ranks' time; more micro-batches would help"
     return "arithmetic: more ranks would help"
 
 
-def chosen(found: Found, largest: str = "") -> Candidate:
-    """The best that fits, or an error that says what would."""
+def chosen(found: SearchResult, largest: str = "") -> Candidate:
+    """The best that fits, or an error with what would."""
     if found.fitting:
         return found.best
-    wish = found.wish
+    request = found.request
+    least = "weights, gradients, optimizer, activations of one micro-batch"
     leanest = sorted(
         [(c.bytes, c.plan, _parts(c)) for c in found.rest]
-        + [(p.bytes, p.plan, "weights, gradients, optimizer and one stash") for p in found.pruned],
+        + [(p.bytes, p.plan, least) for p in found.pruned],
         key=lambda entry: entry[0],
     )
     if not leanest:
         why = "; ".join(f"{family}: {_first_line(text)}" for family, text in found.rejected)
-        raise PlanError(f"no plan for {wish.ranks} ranks is possible: {why}")
+        raise PlanError(f"no plan for {request.ranks} ranks is possible: {why}")
     needed, plan, parts = leanest[0]
     raise PlanError(
-        f"nothing fits {wish.ranks} ranks with {size(wish.memory)} each. The leanest is "
+        f"nothing fits {request.ranks} ranks with {size(request.memory)} each. The leanest is "
         f"{describe(plan)}, which needs {size(needed)} ({parts}). Give that much memory, more "
         "ranks, or a smaller micro-batch" + (f"; {largest}" if largest else "")
     )
 
 
 def _parts(candidate: Candidate) -> str:
-    kinds = [(kind, getattr(candidate.fullest, kind)) for kind in KINDS]
-    kinds.append(("workspace", candidate.workspace))
+    kinds = [(kind, getattr(candidate.prediction.fullest, kind)) for kind in KINDS]
+    kinds.append(("workspace", candidate.prediction.workspace))
     shown = sorted(((n, kind) for kind, n in kinds if n), reverse=True)[:3]
     return ", ".join(f"{kind} {size(n)}" for n, kind in shown)
 

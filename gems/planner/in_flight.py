@@ -1,4 +1,4 @@
-"""How many micro-batches are under way on a stage at once, in a plan's own order."""
+"""How many micro-batches are in flight on a stage at once, in a plan's own order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def in_flight(plan: Plan) -> list[float]:
     """How many micro-batches each stage has in flight at most, in the plan's own order.
 
     The stages of one rank share its memory, so each counts as often as there are; but not those of
-    two directions that take turns, as in GEMS. Greedy orders keep what there is room for: one. What
-    is put away leaves two: one that is used, and one that comes or goes.
+    two directions that alternate, as in GEMS. Greedy orders have as many as memory allows: at least
+    one. Offloaded activations leave two: one in use, and one that is stored or loaded.
     """
     if plan.activations[0].offload:
         return [2.0] * plan.depth
@@ -41,7 +41,7 @@ def held(plan: Plan) -> list[int]:
 
 
 def _order_of(plan: Plan) -> Plan:
-    """What of a plan matters to how many micro-batches are under way."""
+    """What of a plan matters to how many micro-batches are in flight."""
     recompute = tuple(p.recompute if p.whole_stage else "never" for p in plan.activations)
     lanes = plan.lanes() if plan.cut else plan.one_copy()
     return replace(lanes, stages=plan.depth, edges=None, recompute=recompute, why="")
@@ -49,7 +49,7 @@ def _order_of(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=256)
 def _counts(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """For each stage the most stashes, and the most inputs without a stash, at once."""
+    """For each stage the most micro-batches that have activations, and that have inputs only."""
     order = build(plan)
     found = []
     for stage in range(plan.depth):

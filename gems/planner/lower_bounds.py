@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from gems.model.costs import Costs
 from gems.planner.in_flight import held, in_flight
-from gems.planner.request import Wish
+from gems.planner.request import Request
 from gems.plans.plan import Plan
 from gems.plans.residency import resident_bytes
 
 
-def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
+def least_bytes(plan: Plan, costs: Costs, request: Request) -> tuple[float, float]:
     """What the fullest rank needs for what its order keeps, of one stage where it has several; and
     what the one that needs most beside its state needs for that alone.
 
@@ -23,20 +23,18 @@ def least_bytes(plan: Plan, staged: Costs, wish: Wish) -> tuple[float, float]:
     most = largest = 0.0
     stored, in_turn = bool(plan.activations[0].offload), plan.alternates
     for on in plan.stages_on[: plan.ranks]:
-        held_bytes = {
-            s: plan.residency[s].bytes(staged[s].weights, staged[s].gradients) for s in on
-        }
-        always = sum(x.weights + x.older + wish.state * x.optimizer for x in held_bytes.values())
+        held_bytes = {s: plan.residency[s].bytes(costs[s].weights, costs[s].gradients) for s in on}
+        always = sum(x.weights + x.older + request.state * x.optimizer for x in held_bytes.values())
         lasting = {s for s in on if _lasts(plan, s)}
         always += sum(held_bytes[s].gradients for s in lasting)
-        workspace = max(staged[s].workspace for s in on)
+        workspace = max(costs[s].workspace for s in on)
         later = 0.0  # gradients of stages behind
         for s in sorted(on, reverse=True):
-            waiting = (1.0 if stored or in_turn else counts[s] / len(on)) * staged[s].activations
-            waiting += staged[s].temporary
-            waiting += max(inputs[s] - 1, 0) * (not stored) * staged.received(s)
-            here = staged.received(s) if plan.recomputes(s, 0) else staged[s].activations
-            beside = max(waiting, here + staged.given(s))
+            waiting = (1.0 if stored or in_turn else counts[s] / len(on)) * costs[s].activations
+            waiting += costs[s].temporary
+            waiting += max(inputs[s] - 1, 0) * (not stored) * costs.received(s)
+            here = costs.received(s) if plan.recomputes(s, 0) else costs[s].activations
+            beside = max(waiting, here + costs.given(s))
             mine = held_bytes[s]
             if s not in lasting:
                 later += mine.gradients
@@ -53,15 +51,15 @@ def _lasts(plan: Plan, stage: int) -> bool:
     return several and not plan.residency[stage].frees_gradients and not plan.asynchronous
 
 
-def resident(plan: Plan, staged: Costs, wish: Wish) -> float:
+def resident(plan: Plan, costs: Costs, request: Request) -> float:
     """Bytes of weights, gradients and optimizer on the rank that has most, and its workspace."""
     return max(
-        _state(plan, on, staged, wish) + max(staged[s].workspace for s in on)
+        _state(plan, on, costs, request) + max(costs[s].workspace for s in on)
         for on in plan.stages_on[: plan.ranks]
     )
 
 
-def _state(plan: Plan, on: Iterable[int], staged: Costs, wish: Wish) -> float:
+def _state(plan: Plan, on: Iterable[int], costs: Costs, request: Request) -> float:
     """Weights, gradients and what the optimizer keeps, of the stages of a rank."""
-    pairs = ((plan.residency[s], staged[s]) for s in on)
-    return resident_bytes((r.bytes(c.weights, c.gradients) for r, c in pairs), wish.state)
+    pairs = ((plan.residency[s], costs[s]) for s in on)
+    return resident_bytes((r.bytes(c.weights, c.gradients) for r, c in pairs), request.state)

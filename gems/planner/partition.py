@@ -1,4 +1,4 @@
-"""Where to cut a run of blocks: even pieces that fit first, then the least to send between them."""
+"""Partition a sequence of blocks: even runs within a budget first, then the least to send."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from math import inf
 from gems.errors import PlanError
 from gems.model.costs import Costs
 from gems.model.graph import Graph
+from gems.plans.residency import ADAM
 
-STATE = 4  # weights, gradients and two moments of an optimizer, in units of the weights
-SLACK = 1.02  # a piece may be this much above the best possible if that saves messages
+SLACK = 1.02  # a run may be this much above the best possible if that saves messages
 
 
-def cut(
+def partition(
     weights: Sequence[float],
     crossing: Sequence[float],
     parts: int,
     speeds: Sequence[int] | None = None,
     whole: Sequence[float] | None = None,
-    room: Room | None = None,
+    budget: Budget | None = None,
 ) -> list[int]:
     """Starts of `parts` runs with the smallest largest load; ties go to the least crossing.
 
-    `crossing[i]` is the price of a cut before item i. Every run has at least one item. A team of
-    `speeds[k]` ranks shares the weights of run k; of `whole`, each of them bears all. With `room`,
-    every run must have room for its bytes; if there is no such cut, bytes are evened out instead.
+    `crossing[i]` is the price of a boundary before item i. Every run has at least one item. A group
+    of `speeds[k]` ranks shares the weights of run k; of `whole`, each of them bears all. With a
+    `budget`, every run must be within it; if there is no such partition, bytes are evened out.
     """
     n = len(weights)
     speeds, whole = speeds or (1,) * parts, whole or (0.0,) * n
@@ -39,8 +39,8 @@ def cut(
         for speed in set(speeds)
     }
     sums = [of_speed[speed] for speed in speeds]
-    held = [[0.0, *accumulate(row)] for row in room.bytes] if room else None
-    fitting = Runs(sums, held, room.cap).cheapest(crossing) if room else None
+    held = [[0.0, *accumulate(row)] for row in budget.bytes] if budget else None
+    fitting = Runs(sums, held, budget.limit).cheapest(crossing) if budget else None
     return fitting or evened(held or sums, crossing)
 
 
@@ -53,26 +53,26 @@ def evened(sums: Sequence[Sequence[float]], crossing: Sequence[float]) -> list[i
             "in smaller pieces"
         )
     starts = Runs(sums).cheapest(crossing)
-    assert starts is not None, "without a cap there is a cut, for there are items enough"
+    assert starts is not None, "without a limit there is one, for there are items enough"
     return starts
 
 
 @dataclass(frozen=True)
-class Room:
+class Budget:
     """What each item takes in each run, `bytes[run][item]`, and how much a run may take."""
 
     bytes: Sequence[Sequence[float]]
-    cap: float
+    limit: float
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Items in a row, to be cut into runs: `sums[k]` adds up what they weigh in run k, and
-    `held[k]` what they take of `cap` there."""
+    """Items in a row, to be split into runs: `sums[k]` adds up what they weigh in run k, and
+    `held[k]` the bytes that they take there, of which a run may have `most`."""
 
     sums: Sequence[Sequence[float]]
     held: Sequence[Sequence[float]] | None = None
-    cap: float = inf
+    most: float = inf
 
     @property
     def items(self) -> int:
@@ -81,12 +81,12 @@ class Runs:
     def _stop(self, run: int, start: int, limit: float) -> int:
         """How far a run can go from here."""
         found = _last(self.sums[run], start, limit * (1 + 1e-12))
-        return min(found, _last(self.held[run], start, self.cap)) if self.held else found
+        return min(found, _last(self.held[run], start, self.most)) if self.held else found
 
     def _start(self, run: int, stop: int, limit: float) -> int:
         """How far back a run that ends here can begin."""
         found = _first(self.sums[run], stop, limit * (1 + 1e-12))
-        return max(found, _first(self.held[run], stop, self.cap)) if self.held else found
+        return max(found, _first(self.held[run], stop, self.most)) if self.held else found
 
     def fit(self, limit: float) -> bool:
         """Whether the runs can hold all items: filling up one after the other gets furthest."""
@@ -104,7 +104,7 @@ class Runs:
         return high
 
     def cheapest(self, crossing: Sequence[float]) -> list[int] | None:
-        """Starts of runs with the least crossing among the even ones; None if no cut fits.
+        """Starts of runs with the least crossing among the even ones; None if none fits.
 
         Every run has an item: where the smallest limit would leave one without, it is raised.
         """
@@ -185,14 +185,16 @@ def by_weight(
     spatial: int = 0,
     streamed: int = 0,
     in_flight: Sequence[float] | None = None,
-    cap: float | None = None,
+    limit: float | None = None,
+    state: float = ADAM,
 ) -> list[int]:
     """The stage of every block, with even `time` or `memory` on the ranks of all stages.
 
-    `speeds` says how many ranks run each stage together. The first `spatial` stages end before the
-    first block that cannot be cut, if they can; the first `streamed` ones right before the first
-    block that parts of the image cannot pass one after the other. If a stage keeps `in_flight[s]`
-    micro-batches for backward, and must do with `cap` bytes, time is evened out under that.
+    `speeds` is how many ranks run each stage together. The first `spatial` stages end before the
+    first block that cannot be tiled, if they can; the first `streamed` ones right before the first
+    block that patches of the image cannot pass one after the other. If a stage has `in_flight[s]`
+    micro-batches in flight, and at most `limit` bytes, time is evened out within that. `state` is
+    the optimizer's, per byte of parameters.
     """
     blocks = len(graph.blocks)
     whole = next((i for i, b in enumerate(graph.blocks) if b.whole), blocks)
@@ -201,23 +203,26 @@ def by_weight(
         whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), blocks)
         split = spatial <= whole and parts - spatial <= blocks - whole and parts > spatial
         stage_of = (
-            [] if split else _even(graph, costs, range(blocks), parts, what, speeds, in_flight)
+            []
+            if split
+            else _even(graph, costs, range(blocks), parts, what, speeds, in_flight, None, state)
         )
     else:
-        stage_of = _even(graph, costs, range(blocks), parts, what, speeds, in_flight, cap)
+        stage_of = _even(graph, costs, range(blocks), parts, what, speeds, in_flight, limit, state)
         inside = all(stage >= spatial for stage in stage_of[whole:])
         split = spatial and not inside and whole >= spatial and parts > spatial
     if not split:
-        return stage_of  # if it cannot be, who cuts the stages refuses it, and knows why
+        return stage_of  # if it cannot be, whoever tiles the stages rejects it, and knows why
     sizes = list(speeds or (1,) * parts)
     counts = list(in_flight or (1.0,) * parts)
-    room = None if streamed else cap  # a streamed stage keeps next to nothing
+    first_limit = None if streamed else limit  # a streamed stage saves next to nothing
     first = _even(
-        graph, costs, range(whole), spatial, what, sizes[:spatial], counts[:spatial], room
-    )
+        graph, costs, range(whole), spatial, what, sizes[:spatial], counts[:spatial],
+        first_limit, state,
+    )  # fmt: skip
     rest = _even(
         graph, costs, range(whole, blocks), parts - spatial, what, sizes[spatial:],
-        counts[spatial:], cap,
+        counts[spatial:], limit, state,
     )  # fmt: skip
     return first + [spatial + stage for stage in rest]
 
@@ -230,17 +235,18 @@ def _even(
     what: str,
     speeds: Sequence[int] | None,
     in_flight: Sequence[float] | None,
-    cap: float | None = None,
+    limit: float | None,
+    state: float,
 ) -> list[int]:
     """The same for a run of blocks, counting its stages from 0."""
     activations = graph.first_saved[blocks.start : blocks.stop]
     items = costs.items[blocks.start : blocks.stop]
-    # Weights, their gradients and two moments of an optimizer are held beside the stash, and
-    # by every rank of a team.
-    state = [STATE * cost.weights for cost in items]
+    # Weights, their gradients and the optimizer's state are held beside the activations, by every
+    # rank of a spatial group; as if all were trained and none sharded.
+    resident = [(2 + state) * cost.weights for cost in items]
     pairs = list(zip(in_flight or (1.0,) * parts, speeds or (1,) * parts, strict=True))
     distinct = {
-        (k, n): [k * s / n + held for s, held in zip(activations, state, strict=True)]
+        (k, n): [k * s / n + held for s, held in zip(activations, resident, strict=True)]
         for k, n in set(pairs)
     }
     rows = [distinct[pair] for pair in pairs]
@@ -248,6 +254,7 @@ def _even(
     if what == "memory":
         starts = evened([[0.0, *accumulate(row)] for row in rows], crossing)
     else:
-        room = Room(rows, cap) if cap is not None else None
-        starts = cut([cost.seconds for cost in items], crossing, parts, speeds, room=room)
+        budget = Budget(rows, limit) if limit is not None else None
+        seconds = [cost.seconds for cost in items]
+        starts = partition(seconds, crossing, parts, speeds, budget=budget)
     return [bisect_right(starts, i) - 1 for i in range(len(blocks))]

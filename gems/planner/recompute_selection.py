@@ -30,13 +30,13 @@ def fitted(
     costs: Costs,
     stage_of: Sequence[int],
     memory: float,
-    state: float = 2.0,
+    state: float,
     known: Footprints | None = None,
 ) -> Plan:
     """The plan with `auto` written out: the least recomputation that the bytes per rank allow.
 
-    `state` is what the optimizer keeps, in units of the gradients. Where nothing fits, a stage gets
-    what needs least. `known` keeps footprints for the next plan.
+    `state` is the optimizer's, per byte of trained parameters. Where nothing fits, a stage gets
+    what needs least. `known` has footprints for the next plan.
     """
     if all(policy.recompute != "auto" for policy in plan.activations):
         return plan
@@ -53,11 +53,11 @@ def fitted(
         if policy.patches:  # which saves its inputs only, whatever the budget
             entries[stage] = "always"
             continue
-        on, team = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
-        room = memory - sum(resident[s] for s in on) - max(workspace[s] for s in on)
+        on, ranks = plan.stages_on[plan.rank_of(stage, 0)], plan.sizes[stage]
+        budget = memory - sum(resident[s] for s in on) - max(workspace[s] for s in on)
         divided = 1 if plan.alternates else len(on)  # of two that alternate, none
         choice = _Stage(graph, costs, blocks[stage], counts[stage] / divided, known)
-        entries[stage] = choice.best(room / divided * team)
+        entries[stage] = choice.best(budget / divided * ranks)
     return replace(plan, recompute=tuple(entries))
 
 
@@ -145,7 +145,7 @@ class _Stage:
         return {i: self.graph.activations([i]) for i in self.blocks}
 
     def _breaks(self, pieces: int) -> set[int]:
-        """Blocks that end runs of about even stash: near each place the one that saves least."""
+        """Blocks that end runs of about even bytes: near each place the one that saves least."""
         activations = [self._activations[i] for i in self.blocks]
         sums, found = list(accumulate(activations)), set()
         reach = max(len(self.blocks) // (4 * pieces), 1)

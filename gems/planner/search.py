@@ -2,61 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from gems.errors import PlanError
 from gems.hardware import Machine
 from gems.model.costs import Costs
 from gems.model.graph import Graph
-from gems.planner.candidates import (
-    Choice,
-    choices,
-    putting_away,
-    recomputing,
-    sharing,
-    streaming,
-)
+from gems.planner.candidates import Choice, choices, offloading, recomputing, sharding, streaming
 from gems.planner.coarsen import coarse, finer
-from gems.planner.lower_bounds import least_bytes, resident
-from gems.planner.memo import Cuts
-from gems.planner.request import Wish
-from gems.planner.two_buffers import step_seconds
+from gems.planner.compile import CompiledPlan, Prediction, compile_plan
+from gems.planner.memo import Memo
+from gems.planner.request import Request
 from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
-from gems.predict.simulate import simulate
-from gems.predict.timeline import COLLECTIVES, KINDS, Memory
-from gems.schedule.action import Kind
-from gems.schedule.build import build
-from gems.schedule.greedy import least
-from gems.schedule.lower.passes import lower
+from gems.predict.timeline import KINDS, Memory
 
-PROMISING = 1  # plans of which variants are tried that say little before they are simulated
-TIE = 1.05  # predictions that are closer than this say nothing
-FEW = 256  # blocks that are cut in any way a search may want
+PROMISING = 1  # plans of which variants are tried whose bounds tell little
+TIE = 1.05  # predictions that are closer than this count as equal
+FEW = 256  # blocks, which a search may assign to stages in any way
 MANY = 4 * FEW  # for one rank, which leaves little to look for
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what a step of it should take: seconds, bytes on its fullest rank, and why.
-
-    `fullest` says what that rank's bytes are; `workspace` comes on top of them. `idle` is the share
-    of time that ranks wait, `sums` the seconds that sums of gradients add at the end.
-    """
+    """A plan that was simulated."""
 
     family: str
     plan: Plan
-    seconds: float
-    fullest: Memory
-    workspace: int
-    idle: float
-    sums: float
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
 
     @property
     def bytes(self) -> int:
-        return self.fullest.total + self.workspace
+        """On its fullest rank."""
+        return self.prediction.bytes
 
     @property
     def rate(self) -> float:
@@ -68,7 +53,7 @@ class Candidate:
 class Pruned:
     """A plan that was not simulated, because the least it could take is already too much.
 
-    `stash` is the part of its bytes that is kept for backward.
+    `activations` is the part of its bytes that is not state.
     """
 
     family: str
@@ -79,10 +64,10 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search came to: candidates in order of the objective, those that fit first."""
+class SearchResult:
+    """Candidates in order of the objective, those that fit first."""
 
-    wish: Wish
+    request: Request
     fitting: tuple[Candidate, ...]
     rest: tuple[Candidate, ...]  # which would need more memory, leanest first
     pruned: tuple[Pruned, ...]
@@ -92,7 +77,7 @@ class Found:
     def best(self) -> Candidate:
         """The first; but what is predicted to be as fast, as far as one can tell, and has fewer
         stages is preferred."""
-        if self.wish.objective != "time":
+        if self.request.objective != "time":
             return self.fitting[0]
         close = [c for c in self.fitting if c.seconds <= TIE * self.fitting[0].seconds]
         return min(close, key=lambda c: (c.plan.depth, c.plan.cut, c.seconds))
@@ -102,184 +87,190 @@ def search(
     graph: Graph,
     costs: Costs,
     machine: Machine,
-    wish: Wish,
+    request: Request,
     *,
     enough: bool = False,
     prune: bool = True,
-) -> Found:
+) -> SearchResult:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
-    What does not fit is tried again with its state shared out, then with less kept for backward,
-    then with what waits put away, and if nothing fits then, one part of the image after the other;
-    where memory is the objective, all of that is. If any plan that fits is `enough`, stop at the
-    first. Without `prune`, none is left out.
+    What does not fit is tried again with its state sharded, then with recomputation, then with
+    state or activations offloaded, and if nothing fits then, one patch of the image after the
+    other; where memory is the objective, all of that is. If any plan that fits is `enough`, stop at
+    the first. Without `prune`, none is left out.
     """
-    fine = graph
-    graph, costs = coarse(graph, costs, max(FEW, 4 * wish.ranks) if wish.ranks > 1 else MANY)
-    fitting: list[Candidate] = []
-    rest: list[Candidate] = []
-    rejected: dict[str, str] = {}
-    pruned: list[Pruned] = []
-    by_time = wish.objective == "time"
-    best, slack = inf, TIE if by_time else 1.0
-    cuts = Cuts(graph, costs, machine, wish)
+    blocks = max(FEW, 4 * request.ranks) if request.ranks > 1 else MANY
+    small, lumped = coarse(graph, costs, blocks)
+    memo = Memo(small, lumped, machine, request, partial(_reject_whole, small))
+    return Search(graph, memo, enough, prune).run()
 
-    def tried(options: Iterable[Choice]) -> dict[Choice, Pruned]:
-        """Look at these; gives those that need too much, with the least that they take."""
-        nonlocal best
-        large: dict[Choice, Pruned] = {}
-        for choice, least_of, predict in _bounded(options, cuts, rejected):
-            reached = least_of.seconds if by_time else least_of.bytes
-            hopeless = reached >= slack * best or least_of.bytes > wish.memory
-            if least_of.bytes > wish.memory:
-                large[choice] = least_of
-            if (prune and hopeless) or (enough and fitting):
-                pruned.append(least_of)
+
+Bounds = dict[Choice, Pruned]  # choices that need too much memory, with the least that they take
+Variants = Callable[[Choice], Iterable[Choice]]
+
+
+@dataclass
+class Search:
+    """What a search has found so far. `fine` is the graph whose lumps the memo is of."""
+
+    fine: Graph
+    memo: Memo
+    enough: bool
+    prune: bool
+    fitting: list[Candidate] = field(default_factory=list)
+    rest: list[Candidate] = field(default_factory=list)
+    pruned: list[Pruned] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+    best: float = inf  # seconds, or bytes, of the best so far
+
+    @property
+    def request(self) -> Request:
+        return self.memo.request
+
+    @property
+    def by_time(self) -> bool:
+        return self.request.objective == "time"
+
+    @property
+    def hopeless(self) -> float:
+        """Seconds, or bytes, from which on a plan cannot win."""
+        return (TIE if self.by_time else 1.0) * self.best
+
+    def run(self) -> SearchResult:
+        graph, request = self.memo.graph, self.request
+        options = list(choices(graph, request.ranks, request.micro_batches, request.schedule))
+        if not options:
+            self.rejected[request.schedule or "any"] = _no_options(request)
+        if self.by_time:
+            self._try_until_it_fits(options)
+        if not self.by_time or not self.fitting:
+            self._try_everything(options)
+        if not (self.fitting and (self.by_time or self.enough)):
+            patches = streaming(graph, request.ranks, request.micro_batches)
+            self.try_all(c for c in patches if request.schedule in ("", c.plan.schedule))
+        order = slice(None, None, 1 if self.by_time else -1)
+        return SearchResult(
+            request,
+            tuple(sorted(self.fitting, key=lambda c: (c.seconds, c.bytes)[order])),
+            tuple(sorted(self.rest, key=lambda c: c.bytes)),
+            tuple(sorted(self.pruned, key=lambda p: (p.seconds, p.bytes)[order])),
+            tuple(self.rejected.items()),
+        )
+
+    def _try_until_it_fits(self, options: Sequence[Choice]) -> None:
+        """Leaner variants only of what is too large."""
+        plain = self.try_all(options)
+        large = plain | self.leaner(plain, self._sharding, of_state=True)
+        self.leaner(large, recomputing)
+        # Bounds of their seconds are weak, so all would be simulated: a few, if any fits.
+        most = PROMISING if self.prune and self.fitting else None
+        self.leaner(plain, partial(self._offloading, plain), most=most)
+
+    def _try_everything(self, options: Sequence[Choice]) -> None:
+        """Leaner variants of all."""
+        plain = {} if self.by_time else self.try_all(options)
+        sharded = [more for choice in options for more in self._sharding(choice)]
+        self.try_all(sharded)
+        self.try_all(less for choice in (*options, *sharded) for less in recomputing(choice))
+        if not (self.fitting and self.enough):
+            self.try_all(c for choice in options for c in self._offloading(plain, choice))
+
+    def _sharding(self, choice: Choice) -> Iterator[Choice]:
+        return sharding(choice, len(self.memo.graph.blocks))
+
+    def _offloading(self, plain: Bounds, choice: Choice) -> Iterator[Choice]:
+        """Of the state alone only if the activations fit."""
+        fits = choice not in plain or plain[choice].activations <= self.request.memory
+        blocks, place = len(self.memo.graph.blocks), self.memo.machine.elsewhere
+        return offloading(choice, blocks, place, state_only=fits)
+
+    def try_all(self, options: Iterable[Choice]) -> Bounds:
+        """Simulate those that may win and fit; gives those that need too much memory."""
+        large: Bounds = {}
+        for choice, bound, compiled in self.bounded(options):
+            reached = bound.seconds if self.by_time else bound.bytes
+            too_large = bound.bytes > self.request.memory
+            if too_large:
+                large[choice] = bound
+            hopeless = too_large or reached >= self.hopeless
+            if (self.prune and hopeless) or (self.enough and self.fitting):
+                self.pruned.append(bound)
+            elif (found := self._simulated(choice.family, compiled)) is None:
                 continue
-            try:
-                found = predict()
-            except PlanError as error:
-                rejected.setdefault(least_of.family, str(error))
-                continue
-            candidate = replace(found, plan=finer(found.plan, fine, graph))
-            if candidate.bytes <= wish.memory:
-                fitting.append(candidate)
-                best = min(best, candidate.seconds if by_time else candidate.bytes)
+            elif found.bytes <= self.request.memory:
+                self.fitting.append(found)
+                self.best = min(self.best, found.seconds if self.by_time else found.bytes)
             else:
-                rest.append(candidate)
-                large[choice] = least_of
+                self.rest.append(found)
+                large[choice] = bound
         return large
 
     def leaner(
-        large: dict[Choice, Pruned],
-        variants: Callable[[Choice], Iterable[Choice]],
-        *,
-        of_state: bool = False,
-        most: int | None = None,
-    ) -> dict[Choice, Pruned]:
-        """Look at leaner variants, of so many of the fastest first, as long as one may win: being
-        leaner makes no plan faster. Those that save state are no use where the stash alone is too
-        much, but variants of those that save most may be."""
-        found: dict[Choice, Pruned] = {}
+        self, large: Bounds, variants: Variants, *, of_state: bool = False, most: int | None = None
+    ) -> Bounds:
+        """Try leaner variants, of so many of the fastest first, as long as one may win: being
+        leaner makes no plan faster. Those that save state are no use where the activations alone
+        are too much, but variants of those that save most may be."""
+        found: Bounds = {}
         fastest = sorted(large.items(), key=lambda item: item[1].seconds)
-        for choice, least_of in fastest[:most]:
-            if prune and least_of.seconds >= slack * best:
+        for choice, bound in fastest[:most]:
+            if self.prune and bound.seconds >= self.hopeless:
                 break
             more = list(variants(choice))
-            if prune and of_state and least_of.activations > wish.memory:
-                most_shared = max((c.plan.zero for c in more), default=0)
-                found |= {c: least_of for c in more if c.plan.zero == most_shared}
+            if self.prune and of_state and bound.activations > self.request.memory:
+                most_sharded = max((c.plan.zero for c in more), default=0)
+                found |= {c: bound for c in more if c.plan.zero == most_sharded}
             else:
-                found |= tried(more)
+                found |= self.try_all(more)
         return found
 
-    options = list(choices(graph, wish.ranks, wish.micro_batches, wish.schedule))
-    if not options:
-        rejected[wish.schedule or "any"] = (
-            f"{wish.micro_batches} micro-batches a step cannot be shared out over copies of it"
-            + ", each with one per stage or more" * (wish.schedule == ASYNCHRONOUS)
-            + f"; ask for {wish.ranks}, or a multiple"
-        )
-    blocks, elsewhere = len(graph.blocks), machine.elsewhere
+    def bounded(self, options: Iterable[Choice]) -> list[tuple[Choice, Pruned, CompiledPlan]]:
+        """All candidates with the least that each could take, the most promising first."""
+        memo, found = self.memo, []
+        for choice in options:
+            try:
+                compiled = compile_plan(
+                    choice.plan, memo.graph, memo.costs, memo.machine, memo.request, memo=memo
+                )
+                sizes = compiled.least_bytes
+            except PlanError as error:
+                self.rejected.setdefault(choice.family, str(error))
+                continue
+            bound = Pruned(choice.family, compiled.plan, compiled.least_seconds, *sizes)
+            found.append((choice, bound, compiled))
 
-    def away(choice: Choice) -> Iterator[Choice]:
-        """With what waits put away; of the state alone only if the stash fits."""
-        fits = choice not in plain or plain[choice].activations <= wish.memory
-        return putting_away(choice, blocks, elsewhere, state_only=fits)
+        def order(entry: tuple[Choice, Pruned, CompiledPlan]) -> tuple[float, bool]:
+            """Greedy orders take long to find, so they are last of those with the same bound."""
+            _, bound, _ = entry
+            return bound.seconds if self.by_time else bound.bytes, bound.plan.greedy
 
-    if by_time:
-        plain = tried(options)
-        large = plain | leaner(plain, lambda c: sharing(c, blocks), of_state=True)
-        leaner(large, recomputing)
-        # Bounds of their seconds are weak, so all would be simulated: a few, if any fits.
-        most = PROMISING if prune and fitting else None
-        leaner(plain, away, most=most)
-    if not by_time or not fitting:  # all there is
-        plain = {} if by_time else tried(options)
-        shared = [more for choice in options for more in sharing(choice, blocks)]
-        tried(shared)
-        tried(less for choice in (*options, *shared) for less in recomputing(choice))
-        if not (fitting and enough):
-            tried(c for choice in options for c in away(choice))
-    if not (fitting and (by_time or enough)):
-        parts = streaming(graph, wish.ranks, wish.micro_batches)
-        tried(c for c in parts if wish.schedule in ("", c.plan.schedule))
-    return Found(
-        wish,
-        tuple(sorted(fitting, key=lambda c: (c.seconds, c.bytes)[:: 1 if by_time else -1])),
-        tuple(sorted(rest, key=lambda c: c.bytes)),
-        tuple(sorted(pruned, key=lambda p: (p.seconds, p.bytes)[:: 1 if by_time else -1])),
-        tuple(rejected.items()),
-    )
+        return sorted(found, key=order)
 
-
-def _bounded(
-    options: Iterable[Choice], cuts: Cuts, rejected: dict[str, str]
-) -> Iterator[tuple[Choice, Pruned, Callable[[], Candidate]]]:
-    """All candidates with the least that each could take, the most promising first."""
-    machine, wish = cuts.machine, cuts.wish
-    found: list[tuple[Choice, Pruned, Callable[[], Candidate]]] = []
-    for choice in options:
+    def _simulated(self, family: str, compiled: CompiledPlan) -> Candidate | None:
         try:
-            plan, staged = cuts.of(choice.plan)
+            prediction = compiled.prediction
         except PlanError as error:
-            rejected.setdefault(choice.family, str(error))
-            continue
-        seconds = (
-            step_seconds(plan, staged, machine)
-            if plan.asynchronous
-            else least(plan.one_copy(), staged)
-        )
-        sizes = least_bytes(plan, staged, wish)
-        predict = _Predict(choice.family, plan, staged, machine, wish)
-        found.append((choice, Pruned(choice.family, plan, seconds, *sizes), predict))
-    by_time = wish.objective == "time"
-    # Greedy orders take long to find, so they come last among those that promise the same.
-    yield from sorted(
-        found,
-        key=lambda entry: (
-            entry[1].seconds if by_time else entry[1].bytes,
-            entry[1].plan.schedule == "auto",
-        ),
+            self.rejected.setdefault(family, str(error))
+            return None
+        return Candidate(family, finer(compiled.plan, self.fine, self.memo.graph), prediction)
+
+
+def _no_options(request: Request) -> str:
+    return (
+        f"{request.micro_batches} micro-batches a step cannot be split evenly over replicas"
+        + ", each with one per stage or more" * (request.schedule == ASYNCHRONOUS)
+        + f"; ask for {request.ranks}, or a multiple"
     )
 
 
-@dataclass(frozen=True)
-class _Predict:
-    """The simulation of a candidate, when it is called for."""
-
-    family: str
-    plan: Plan
-    staged: Costs
-    machine: Machine
-    wish: Wish
-
-    def __call__(self) -> Candidate:
-        one, copies = self.plan.one_copy(), self.plan.data
-        if one.depth == 1:  # all ranks of a team do the same, and sum like copies
-            one, copies = one.lanes(), copies * one.ranks
-        room = self.wish.memory - resident(self.plan, self.staged, self.wish)
-        order = build(one, self.staged, room if self.plan.schedule == "auto" else None)
-        lowered = lower(order, one, copies)
-        if one.activations[0].offload and not any(a.kind is Kind.STORE for _, a in lowered):
-            raise PlanError("nothing waits long enough for its backward to be put away")
-        timeline = simulate(lowered, one, self.staged, self.machine, self.wish.state, copies)
-        workspace = [max(self.staged[s].workspace for s in on) for on in one.stages_on]
-        pairs = zip(timeline.peaks, workspace, strict=True)
-        fullest, extra = max(pairs, key=lambda pair: pair[0].total + pair[1])
-        work = max(e.stop for e in timeline.events if not e.action.endswith(COLLECTIVES))
-        length = timeline.seconds
-        if self.plan.asynchronous:
-            length = max(length, step_seconds(self.plan, self.staged, self.machine))
-        return Candidate(
-            self.family,
-            self.plan,
-            length,
-            fullest,
-            round(extra),
-            timeline.bubble,
-            max(timeline.seconds - work, 0.0),
-        )
+def _reject_whole(graph: Graph, plan: Plan, stage_of: Sequence[int]) -> None:
+    """Stages with blocks that tiles, or patches, cannot run."""
+    for block, stage in zip(graph.blocks, stage_of, strict=True):
+        grid = plan.grids[stage]
+        if block.whole and grid.tiles and grid.size > 1:
+            raise PlanError(f"{block.name} cannot be tiled, and stage {stage} would be")
+        if plan.activations[stage].patches and not block.streams:
+            raise PlanError(f"{block.name} needs the whole image, and stage {stage} would stream")
 
 
 def largest_kind(memory: Memory) -> str:

@@ -1,6 +1,6 @@
-"""What a rank puts away while it is not needed, and where: a plan's words for it.
+"""Which state is offloaded while it is not needed, and where to.
 
-activations what micro-batches keep for backward, from forward on until backward comes to it
+activations what micro-batches save for backward, from forward on until backward reads it
 weights     of stages that do not run now; where they are, the optimizer works, so its state is
             there as well
 optimizer   the optimizer's state; weights stay
@@ -37,7 +37,7 @@ def offload_of(given: str | Iterable[str] | Mapping[str, str]) -> Offload:
 
 @cache
 def place_of(offload: Offload, what: str) -> str:
-    """Where it is put away: `host` or `disk`, or "" if it stays."""
+    """Where it is offloaded to: `host` or `disk`, or "" if it is not."""
     return next((part.partition(":")[2] for part in offload if part.startswith(f"{what}:")), "")
 
 
@@ -47,10 +47,10 @@ def offload_problems(offload: Offload) -> Iterable[str]:
         if what not in WHAT:
             yield f"offload has {what!r}; choose from {', '.join(WHAT)}"
         if where not in WHERE:
-            yield f"offload puts {what} to {where!r}; choose one of {', '.join(WHERE)}"
+            yield f"offload moves {what} to {where!r}; choose one of {', '.join(WHERE)}"
     weights, optimizer = place_of(offload, "weights"), place_of(offload, "optimizer")
     if weights and optimizer != weights:
         yield (
-            f"offload puts weights to {weights} and the optimizer to {optimizer}; the optimizer "
-            "works where the weights are, so give both one place"
+            f"offload moves weights to {weights} and the optimizer to {optimizer}; the optimizer "
+            "runs where the weights are, so give both one place"
         )

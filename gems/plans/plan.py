@@ -161,6 +161,12 @@ class Plan(PlanFields):
         """This plan without its data-parallel copies."""
         return replace(self, data=1)
 
+    def representative(self) -> tuple[Plan, int]:
+        """Ranks whose steps are those of all others, and how many times there are as many: one
+        copy; of a plan of one stage, one rank, for all of a spatial group do the same."""
+        one = self.one_copy()
+        return (one, self.data) if self.depth > 1 else (one.lanes(), self.world)
+
     def on_end(self, batches: int) -> Plan:
         """So many batches of it one after the other, numbered as if they were one."""
         return replace(self, schedule="1f1b", micro_batches=batches * self.micro_batches)

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 ELEMENT = 4
+ADAM = 2.0  # bytes of optimizer state per byte of trained weights, unless another is given
 SHARDABLE = ("optimizer", "gradients", "weights")  # by zero = 1, 2, 3
 
 

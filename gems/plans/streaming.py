@@ -1,8 +1,8 @@
-"""Stages that run one block of the image after the other: what a plan may say about them.
+"""Stages that run one patch of the image after the other: what a plan may ask of them.
 
-It is a spatial cut in time instead of over ranks. Each block of a stage's output is computed from
-the box of the input that it reads, and computed again in backward, so that the stage keeps only its
-inputs and no more than one block's activations are live.
+It is spatial parallelism in time instead of over ranks. Each patch of a stage's output is computed
+from the box of the input that it reads, and recomputed in backward, so that the stage saves only
+its inputs and no more than one patch's activations are live.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STREAMED = ("never", "always", "auto")  # what a plan may ask of a stage that st
 def stream_problems(
     streams: Sequence[tuple[int, ...]], grids: Sequence[Grid], recompute: Recompute, slices: int
 ) -> Iterable[str]:
-    """Of the blocks that the first stages are to run one after the other."""
+    """Of the patches that the first stages are to run one after the other."""
     if len(streams) > len(grids):
         yield (
             f"stream has {len(streams)} grids for {len(grids)} stages; give at most one per stage, "
@@ -26,7 +26,7 @@ def stream_problems(
         )
     if slices > 1 and streams and len(streams) >= len(grids):
         yield (
-            f"local_dp={slices} cuts the stages after the streamed ones, but all {len(grids)} "
+            f"local_dp={slices} splits the stages after the streamed ones, but all {len(grids)} "
             "stream; leave one of the two out, or use more stages"
         )
     for stage, (stream, grid) in enumerate(zip(streams, grids, strict=False)):
@@ -34,12 +34,12 @@ def stream_problems(
         if not 1 <= len(stream) <= 3 or min(stream) < 1:
             yield (
                 f"stage {stage} streams {shown}; give columns, rows and columns, or depth, rows "
-                "and columns, at least 1 block along each"
+                "and columns, at least 1 patch along each"
             )
         if grid.size > 1:
             yield (
-                f"stage {stage} streams {shown} blocks on one rank, but is cut over {grid.size} "
-                f"({grid}); leave one of the two out, or give more blocks instead of more ranks"
+                f"stage {stage} streams {shown} patches on one rank, but is split over {grid.size} "
+                f"({grid}); leave one of the two out, or give more patches instead of more ranks"
             )
     for stage in range(len(streams)):
         policy: object = recompute

@@ -29,9 +29,9 @@ def check_sizes(plan: PlanFields) -> None:
     sizes = {n: getattr(plan, n) for n in (*names, "local_dp", "fused_layers")}
     sizes["stages"] = sizes.pop("depth")
     if not isinstance(plan.placement, str):
-        teams = [t for t in plan.placement if not isinstance(t, int)]
-        flat = [t for t in plan.placement if isinstance(t, int)]
-        sizes["a rank of placement"] = max((*flat, *(r for t in teams for r in t)), default=0)
+        groups = [g for g in plan.placement if not isinstance(g, int)]
+        flat = [g for g in plan.placement if isinstance(g, int)]
+        sizes["a rank of placement"] = max((*flat, *(r for g in groups for r in g)), default=0)
     if found := [f"{n} is {short(x, 30)}" for n, x in sizes.items() if x > MOST]:
         raise PlanError(f"{', '.join(found)}; a plan has at most {MOST} of anything")
     parts = [prod(map(abs, tiles)) for tiles in tiles_of(plan.spatial)]
@@ -172,7 +172,7 @@ def _placement_problems(plan: PlanFields) -> Iterable[str]:
         yield f"placement names {len(row)} ranks for {plan.depth} stages; give one each"
         return
     yield from placement_problems(row, plan.grids)
-    if {rank for team in row for rank in team} != set(range(plan.ranks)):
+    if {rank for group in row for rank in group} != set(range(plan.ranks)):
         yield (
             f"placement {plan.placement} must use every rank from 0 to {plan.ranks - 1} "
             "and no other"
@@ -202,7 +202,7 @@ def _name_problems(plan: PlanFields) -> Iterable[str]:
 
 
 def _straight_problems(plan: PlanFields) -> Iterable[str]:
-    """Of a placement of teams, which can only be straight."""
+    """Of a placement of spatial groups, which can only be straight."""
     if plan.placement == "fold":
         yield "stages that are cut over ranks cannot be folded; write out the placement"
     elif plan.ranks != sum(plan.sizes):

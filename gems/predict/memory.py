@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
-from gems.plans.residency import StateBytes
+from gems.plans.residency import ADAM, StateBytes
 from gems.predict.timeline import Memory, Meter
 from gems.schedule.action import OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
@@ -24,11 +24,11 @@ def kept(stage: int, micro_batch: int, plan: Plan, costs: Costs) -> int:
 
 
 def live(
-    schedule: Schedule, plan: Plan, costs: Costs, state: float = 2.0, copies: int = 1
+    schedule: Schedule, plan: Plan, costs: Costs, state: float = ADAM, copies: int = 1
 ) -> list[tuple[Row, Meter]]:
     """For each rank its live bytes after every action, and the meter that knows the peak.
 
-    `state` is what the optimizer keeps, in units of the gradients: 2 for Adam, 1 for momentum. The
+    `state` is the optimizer's bytes per byte of trained weights: 2 for Adam, 1 for momentum. The
     plan may stand for `copies` of itself on further ranks.
     """
     asynchronous, plan = plan.asynchronous, plan.unrolled
@@ -214,7 +214,7 @@ class _Rank:
     # --- messages -------------------------------------------------------------------------------
 
     def _offer(self, message: Message) -> None:
-        self.at_hand[message] = self._bytes(message, self.costs.team(message.source))
+        self.at_hand[message] = self._bytes(message, self.costs.group_size(message.source))
         self.meter.add("boundary", self.at_hand[message])
 
     def _take(self, message: Message) -> None:
@@ -250,7 +250,7 @@ class _Rank:
         to every other."""
         if self.costs.stays(*message[:3]):
             return 0
-        pairs = self.costs.team(message.source) * self.costs.team(message.target)
+        pairs = self.costs.group_size(message.source) * self.costs.group_size(message.target)
         return self._bytes(message, pairs)
 
     def _bytes(self, message: Message, parts: int) -> int:

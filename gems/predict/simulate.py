@@ -18,6 +18,7 @@ from gems.hardware import Link, Machine
 from gems.model.costs import Costs
 from gems.plans.fields import BATCHES
 from gems.plans.plan import Plan
+from gems.plans.residency import ADAM, StateResidency
 from gems.predict.memory import kept, live
 from gems.predict.timeline import Event, Timeline
 from gems.schedule.action import (
@@ -43,22 +44,27 @@ def simulate(
     plan: Plan,
     costs: Costs,
     over: Link | Machine | None = None,
-    state: float = 2.0,
+    state: float = ADAM,
     copies: int = 1,
 ) -> Timeline:
     """The timeline of a step whose stages cost `costs`, with live bytes over time.
 
     Messages and collectives go over one link, or over those of a machine. Without either, messages
     take the time in `costs` and collectives none. Offloaded state goes over a machine's links to
-    its host or disk. `state` is the optimizer's bytes, in units of the gradients. The plan may
+    its host or disk. `state` is the optimizer's bytes per byte of trained weights. The plan may
     stand for `copies` of itself on further ranks: their steps are the same, but collectives span
     all of them. For 2BW, whose pipeline never drains, it is a step in the middle of a run. Where a
     schedule has parts, `costs` are those of a part.
     """
 
+    residency = plan.residency_over(copies)
+
+    def offload_seconds(action: Action) -> float:
+        return _offload_seconds(action, residency[action.stage], plan, costs, over, state)
+
     def seconds(rank: int, action: Action) -> float:
         if action.kind is Kind.OPTIMIZER_STEP:
-            return _offload_seconds(action, plan, costs, over, state)
+            return offload_seconds(action)
         if not action.computes:
             return 0.0
         return costs[action.stage].of(action.kind.value)
@@ -72,7 +78,7 @@ def simulate(
     def background(action: Action) -> float:
         if action.kind in COLLECTIVES:
             found = _collective_seconds(action, plan, costs, over, copies)
-            return found + _offload_seconds(action, plan, costs, over, state)
+            return found + offload_seconds(action)
         if not isinstance(over, Machine):
             return 0.0
         way = over.way_to(plan.activations[0].offload)
@@ -131,12 +137,17 @@ def _collective_seconds(
 
 
 def _offload_seconds(
-    action: Action, plan: Plan, costs: Costs, over: Link | Machine | None, state: float
+    action: Action,
+    residency: StateResidency,
+    plan: Plan,
+    costs: Costs,
+    over: Link | Machine | None,
+    state: float,
 ) -> float:
     """Of a stage's offloaded state: weights that are fetched, gradients that are stored, and for an
     optimizer step all that is read and written. With optimizer_step="end" that is counted as the
     end of the all-reduce."""
-    residency, cost = plan.residency[action.stage], costs[action.stage]
+    cost = costs[action.stage]
     if not isinstance(over, Machine) or not residency.offloads:
         return 0.0
     mine = residency.bytes(cost.weights, cost.gradients)

@@ -1,4 +1,4 @@
-"""What the stages of a plan cost each of their ranks on a machine: shares, strips and sums."""
+"""What the stages of a plan cost each of their ranks on a machine: shares, halos and sums."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ def price(
     machine: Machine,
     stages: Costs | None = None,
 ) -> Costs:
-    """Costs per stage, as a rank in the middle of each team bears them; messages over `machine`.
+    """Costs per stage, as a rank in the middle of each group bears them; messages over `machine`.
 
     `stages` are the costs of the stages as one rank bears them, if those are known.
     """
     whole = (stages or of_stages(blocks, graph, stage_of)).over(machine.link)
     items = []
     groups = zip(whole.items, plan.grids, members(stage_of), strict=True)
-    for stage, (uncut, grid, mine) in enumerate(groups):
-        cost = uncut
+    for stage, (alone, grid, mine) in enumerate(groups):
+        cost = alone
         if grid.size > 1:
             link = machine.slowest(plan.spatial_group_of(stage, 0))
-            cut = [(graph.blocks[i], blocks[i]) for i in mine]
-            cost = _cut(uncut, cut, graph, grid, link, machine.device.call)
+            pairs = [(graph.blocks[i], blocks[i]) for i in mine]
+            cost = _divided(alone, pairs, graph, grid, link, machine.device.call)
         recomputed = recomputed_blocks(plan.activations[stage].recompute, graph, mine)
         if recomputed is not None:
-            cost = recomputing(cost, uncut, graph, blocks, mine, recomputed)
+            cost = recomputing(cost, alone, graph, blocks, mine, recomputed)
         if plan.activations[stage].patches:
             call = machine.device.call
-            cost = streamed(uncut, graph, blocks, mine, plan.activations[stage].patches, call)
+            cost = streamed(alone, graph, blocks, mine, plan.activations[stage].patches, call)
         items.append(cost)
     messages = tuple(_kept(edge, graph, stage_of, plan) for edge in whole.messages)
-    return replace(whole, items=tuple(items), messages=messages, teams=plan.sizes)
+    return replace(whole, items=tuple(items), messages=messages, group_sizes=plan.sizes)
 
 
 def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge:
-    """What a stage is sent, with what each rank of its team keeps of it if it runs again."""
+    """What a stage is sent, with what each of its ranks saves of it if it is recomputed."""
     grid, size = plan.grids[edge.target], 0.0
     if grid.size == 1:
         return edge
@@ -63,7 +63,7 @@ def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge
     return replace(edge, kept=round(size), stays=stays)
 
 
-def _cut(
+def _divided(
     stage: Cost,
     blocks: Sequence[tuple[Block, Cost]],
     graph: Graph,
@@ -71,16 +71,16 @@ def _cut(
     link: Link,
     call: float,
 ) -> Cost:
-    """A stage on one of the tiles, or slices, that a grid cuts it into; Python takes `call` for
-    each block on a tile."""
+    """A stage on one of the tiles, or slices, of a grid; Python takes `call` for each block on a
+    tile."""
     parts, kept = [], 0.0
     for block, cost in blocks:
-        messages, strips = _strips(block, grid)
-        sent = strips + block.sums * (grid.size - 1)
+        messages, halo = _halo(block, grid)
+        sent = halo + block.sums * (grid.size - 1)
         messages += (grid.size - 1) * block.totals
         seconds = messages * link.latency + sent / link.bandwidth
         parts.append(cost.part(_share(block, graph, grid), sent, seconds))
-        kept += strips * bool(block.saves)
+        kept += halo * bool(block.saves)
     found = together(parts)
     # A storage that two blocks keep counts once, as in the whole stage.
     alone = sum(cost.activations for _, cost in blocks)
@@ -95,7 +95,7 @@ def _cut(
 
 
 def _share(block: Block, graph: Graph, grid: Grid) -> float:
-    """The part of a block that the largest of the tiles has; 1 for what is too small to be cut."""
+    """The part of a block that the largest of the tiles has; 1 for what cannot be tiled."""
     if block.whole and grid.tiles:
         return 1.0
     return _part(graph.value[block.writes[0]].shape if block.writes else (), grid)
@@ -110,12 +110,12 @@ def _part(shape: Sequence[int], grid: Grid) -> float:
     return prod(ceil(n / g) / n for n, g in zip(lengths, grid.tiles, strict=True) if n)
 
 
-def _strips(block: Block, grid: Grid) -> tuple[int, float]:
+def _halo(block: Block, grid: Grid) -> tuple[int, float]:
     """Messages and bytes that a rank with neighbours on all sides sends for a layer's halo."""
     messages, size = 0, 0.0
-    for strip, tiles in zip(reversed(block.strips), reversed(grid.tiles), strict=False):
-        if strip and tiles > 1:
+    for sent, tiles in zip(reversed(block.halos), reversed(grid.tiles), strict=False):
+        if sent and tiles > 1:
             sides = min(2, tiles - 1)
             messages += sides * block.exchanges
-            size += strip / 2 * sides / (grid.size / tiles)
+            size += sent / 2 * sides / (grid.size / tiles)
     return messages, size

@@ -1,6 +1,6 @@
-"""What a streamed stage takes: blocks overlap where a layer reads around its outputs.
+"""What a streamed stage takes: patches overlap where a layer reads around its outputs.
 
-    image     ├───────────┼───────────┼───────────┤        3 blocks of L / 3 outputs
+    image     ├───────────┼───────────┼───────────┤        3 patches of L / 3 outputs
     boxes     ├─────────────┤                              read  L / 3 + R / 2
                       ├───────────────┤                          L / 3 + R
                                   ├───────────────┤              L / 3 + R / 2
@@ -22,8 +22,8 @@ ENTERING = -1  # in place of a block: what enters the stage
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of what a block of the model makes: the part of it that the largest block of the image has,
-    and how much all of them have together, in wholes."""
+    """Of what a block of the model makes: the part of it that the largest patch has, and how much
+    all of them have together, in wholes."""
 
     largest: float = 1.0
     total: float = 1.0
@@ -49,11 +49,11 @@ def overlaps(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> dict[i
 
 def _overlap(value: Value | None, grid: Sequence[int], beyond: Sequence[float]) -> Overlap:
     if value is None:
-        return Overlap(1.0, prod(grid))  # every block of the image makes all of it
+        return Overlap(1.0, prod(grid))  # every patch makes all of it
     largest, total = [], []
     for length, parts, reach in zip(value.shape[-len(grid) :], grid, beyond, strict=True):
         share = ceil(length / parts) / max(length, 1)
-        sides = {1: 0.0, 2: 0.5}.get(parts, 1.0)  # of a block that are not the image's own
+        sides = {1: 0.0, 2: 0.5}.get(parts, 1.0)  # of a patch that are not the image's own
         largest.append(min(share + sides * reach, 1.0))
         total.append(min(1 + (parts - 1) * reach, parts))
     return Overlap(prod(largest), prod(total))
@@ -64,7 +64,7 @@ def _image(value: Value, grid: Sequence[int]) -> bool:
 
 
 def workspace(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> float:
-    """Bytes that backward keeps for the largest block of the image, each storage once.
+    """Bytes that backward keeps for the largest patch, each storage once.
 
     What the stage received is kept anyway, whole; of the model's own inputs, a box is read again.
     """
@@ -89,7 +89,7 @@ def streamed(
     grid: Sequence[int],
     call: float = 0.0,
 ) -> Cost:
-    """What a stage costs that runs block by block, and again in backward, weights and all. Python
+    """What a stage costs that runs patch by patch, and again in backward, weights and all. Python
     takes `call` for each, however small.
 
     It keeps what it receives; and if it is the last, the model's output, for the loss.

@@ -19,15 +19,16 @@ from gems.hardware import machine as machine_of
 from gems.model.costs import Costs
 from gems.model.estimate import estimate
 from gems.model.graph import Graph
+from gems.planner.compile import CompiledPlan, compile_plan
 from gems.planner.explain import chosen, explain
-from gems.planner.search import Found, Wish, search
-from gems.plans.fields import SCHEDULES
+from gems.planner.request import Request
+from gems.planner.search import SearchResult, search
 from gems.plans.plan import Plan
+from gems.plans.residency import ADAM
 from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import as_module, trace
 
-OBJECTIVES = ("time", "memory", "image")
 STEP = 32  # sides of images are tried in steps of so many cells
 
 
@@ -41,56 +42,35 @@ def plan(
     micro_batches: int = 0,
     objective: str = "time",
     costs: str = "auto",
-    state: float = 2.0,
+    state: float = ADAM,
     schedule: str = "",
 ) -> Plan:
-    """The best plan for `model` on inputs like `sample`; `plan.explain()` says why.
+    """The best plan for `model` on inputs like `sample`; `plan.explain()` gives the reasons.
 
     machine        a preset's name, a file, or a gems.Machine
     memory         bytes per rank, "16GiB"; the machine's own if left out
     micro_batches  of one step, over all copies; two per rank if left out
     objective      `time`; `memory`; or `image`, the largest image that fits: then the sample's own
-                   size does not matter, and `plan.why` says the size
+                   size does not matter, and `plan.why` has the one found
     costs          `estimate`, nothing is run; `measure`, on this computer; `auto` measures if the
                    machine is `local`
-    state          what the optimizer keeps per parameter, in units of its gradient: Adam 2
+    state          bytes of the optimizer's state per byte of trained parameters: Adam 2
     schedule       plans of this one only; if left out, any but `2bw`, which uses older weights
     """
     on = machine_of(machine) if not isinstance(machine, Machine) else machine
-    study = Study(model, sample, on, costs)
-    return choose(study, ranks, memory, micro_batches, objective, state, schedule)[0]
+    budget = None if memory is None else bytes_of(memory)
+    wanted = {"objective": objective, "state": state, "schedule": schedule}
+    request = Request.on(on, ranks, budget, micro_batches, **wanted)
+    return choose(Study(model, sample, on, costs), request)[0]
 
 
-def choose(
-    study: Study,
-    ranks: int,
-    memory: str | float | None = None,
-    micro_batches: int = 0,
-    objective: str = "time",
-    state: float = 2.0,
-    schedule: str = "",
-) -> tuple[Plan, Study]:
+def choose(study: Study, request: Request) -> tuple[Plan, Study]:
     """The best plan of a study, and the study of the images that it is for."""
-    if objective not in OBJECTIVES:
-        known = ", ".join(OBJECTIVES)
-        raise PlanError(f"objective {objective!r} is unknown; choose one of {known}")
-    if schedule and schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise PlanError(f"schedule {schedule!r} is unknown; choose one of {known}")
-    wish = Wish.on(
-        study.machine,
-        ranks,
-        None if memory is None else bytes_of(memory),
-        micro_batches,
-        objective="time" if objective == "time" else "memory",
-        state=state,
-        schedule=schedule,
-    )
     with _uncollected():
-        if objective == "image":
-            study = study.at(study.largest_side(wish))
-            wish = replace(wish, objective="time")
-        return study.plan(wish), study
+        if request.objective == "image":
+            study = study.at(study.largest_side(replace(request, objective="memory")))
+            request = replace(request, objective="time")
+        return study.plan(request), study
 
 
 @contextmanager
@@ -125,14 +105,17 @@ class Study:
             return graph, measure(traced, module, torch.device("cpu"))
         return graph, estimate(graph, self.machine)
 
-    def search(self, wish: Wish, *, enough: bool = False, prune: bool = True) -> Found:
-        return search(*self.graph, self.machine, wish, enough=enough, prune=prune)
+    def search(self, request: Request, *, enough: bool = False, prune: bool = True) -> SearchResult:
+        return search(*self.graph, self.machine, request, enough=enough, prune=prune)
 
-    def plan(self, wish: Wish) -> Plan:
-        """The best plan, which says why; an error says what would fit."""
-        found = self.search(wish)
-        best = chosen(found, "" if found.fitting else self.hint(wish))
+    def plan(self, request: Request) -> Plan:
+        """The best plan, with its reasons; if none fits, an error has what would."""
+        found = self.search(request)
+        best = chosen(found, "" if found.fitting else self.hint(request))
         return replace(best.plan, why=f"images of {self.size}\n" + explain(found, self.samples))
+
+    def compiled(self, plan: Plan, request: Request) -> CompiledPlan:
+        return compile_plan(plan, *self.graph, self.machine, request)
 
     # --- other sizes ----------------------------------------------------------------------------
 
@@ -160,7 +143,7 @@ class Study:
 
         return replace(self, sample=pytree.tree_map(resized, self.sample))
 
-    def largest_side(self, wish: Wish, most: int = 2**17) -> int:
+    def largest_side(self, request: Request, most: int = 2**17) -> int:
         """The largest square (or cubic) image for which some plan fits."""
         if not self.images:
             raise PlanError("the sample holds no image, a tensor of three dims or more")
@@ -168,22 +151,22 @@ class Study:
 
         def fits(side: int) -> bool:
             try:
-                return bool(paper.at(side).search(wish, enough=True).fitting)
+                return bool(paper.at(side).search(request, enough=True).fitting)
             except GemsError:  # too small for the network, or more tiles than pixels
                 return False
 
         side = _largest(fits, STEP, most)
         if not side:
             raise PlanError(
-                f"not even images of {STEP} x {STEP} fit {wish.ranks} ranks with "
-                f"{wish.memory:,.0f} bytes each; give more memory or more ranks"
+                f"not even images of {STEP} x {STEP} fit {request.ranks} ranks with "
+                f"{request.memory:,.0f} bytes each; give more memory or more ranks"
             )
         return side
 
-    def hint(self, wish: Wish) -> str:
+    def hint(self, request: Request) -> str:
         """What image would fit, where this one does not."""
         try:
-            side = self.largest_side(wish, most=max(self.images[0].shape[2:]))
+            side = self.largest_side(request, most=max(self.images[0].shape[2:]))
         except (GemsError, IndexError):
             return ""
         return f"the largest image that fits is {side} x {side}"

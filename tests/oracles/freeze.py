@@ -66,7 +66,7 @@ def costs(plan: Plan) -> Costs:
         for s in range(plan.depth)
     )  # fmt: skip
     edges = tuple(Edge(a, b, 256 + 16 * a, 256 + 16 * a) for a, b in plan.chain)
-    return Costs(items, edges, latency=0.125, per_byte=0.001, teams=plan.sizes[: plan.depth])
+    return Costs(items, edges, latency=0.125, per_byte=0.001, group_sizes=plan.sizes[: plan.depth])
 
 
 def simulated() -> list[Any]:

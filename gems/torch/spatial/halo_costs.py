@@ -48,7 +48,7 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     blocks = tuple(
         replace(
             b,
-            strips=tuple(strips[i]),
+            halos=tuple(strips[i]),
             exchanges=exchanges.get(i, 0),
             sums=sums.get(i, 0),
             totals=int(sums.get(i, 0) > 0),
