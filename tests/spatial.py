@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, even
+from gems.torch.autograd.saved_tensors import SavedTensors
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.streaming import Stream
 from gems.torch.spatial.group import SpatialGroup, Traffic
@@ -218,7 +219,7 @@ class Plain:
             for name, x in zip(self.record.inputs, self.inputs, strict=True)
         }
         bound.context.saved = saved = SavedTiles()
-        with saved.hooks():
+        with SavedTensors(saved).hooks():
             results = program.run(*(inputs[name] for name in program.inputs))
         bound.context.saved = None
         outputs = dict(zip(self.outputs, results, strict=True))

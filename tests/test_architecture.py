@@ -40,9 +40,9 @@ TORCH_LAYERS = (
     ("handshake", "rank_model"),
     ("checkpoint", "fingerprint", "lifetime", "planning", "setup"),
     ("runtime",),
-    ("spatial",),
-    ("autograd", "state"),
+    ("spatial", "state"),
     ("offload",),
+    ("autograd",),
     ("tracing",),
     ("consensus", "settings"),
     ("tensors",),
@@ -248,10 +248,7 @@ def test_pure_packages_and_the_command_line_load_no_framework():
         ("torch/trainer.py", "from gems.models import resnet"),
         ("__init__.py", "from gems.cli import main"),
         ("torch/tracing/record.py", "from gems.torch.spatial.partition import lay_out"),
-        (
-            "torch/autograd/split_backward.py",
-            "from gems.torch.state import grad_bucket",
-        ),  # sideways
+        ("torch/state/flat_params.py", "from gems.torch.spatial import op"),  # sideways
         ("torch/spatial/rules/norms.py", "def f():\n    from ...runtime import reshard"),  # late
         ("torch/consensus.py", "if TYPE_CHECKING:\n    from gems.torch import trainer"),  # typed
         ("torch/step.py", "import gems.torch"),  # through the package

@@ -27,7 +27,8 @@ from gems.schedule.action import Kind, Schedule, parse
 from gems.schedule.build import lowered
 from gems.schedule.lower.passes import lower
 from gems.schedule.validate import check
-from gems.torch.offload.activations import PackedTensor, SavedTensors
+from gems.torch.autograd.saved_tensors import PackedTensor, SavedTensors
+from gems.torch.offload.activations import OffloadedTensor, OffloadedTensors
 from gems.torch.offload.stores import HostStore, Slot, Work
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -468,19 +469,19 @@ def test_what_is_stored_is_really_gone_and_as_much_as_was_counted(name: str) -> 
 
 
 def test_what_stays_is_looked_at_and_nothing_more() -> None:
-    bundle = SavedTensors(frozenset(), torch.device("cpu"))
     weight = torch.ones(3, requires_grad=True)
-    bundle.weights = {weight.untyped_storage()._cdata}
-    stays = bundle.pack(weight, weight._version)
-    assert isinstance(stays, PackedTensor) and stays not in bundle.packed
+    offloaded = OffloadedTensors({weight.untyped_storage()._cdata}, torch.device("cpu"))
+    saved = SavedTensors(offloaded)
+    stays = saved.pack(weight, weight._version)
+    assert isinstance(stays, PackedTensor) and not offloaded.packed
     assert stays.unpack() is not None
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stays.unpack()
-    assert bundle.pack(x := torch.empty(0)) is x
-    assert bundle.pack(y := torch.complex(torch.ones(2), torch.ones(2)).conj()) is y
-    assert bundle.pack(z := torch.eye(2).to_sparse()) is z
+    assert saved.pack(x := torch.empty(0), None) is x
+    assert saved.pack(y := torch.complex(torch.ones(2), torch.ones(2)).conj(), None) is y
+    assert saved.pack(z := torch.eye(2).to_sparse(), None) is z
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -506,20 +507,42 @@ def test_what_changed_in_place_is_found_out(offload: Any) -> None:
         planned(InPlace(), data, plan)
 
 
-def test_what_changed_before_it_was_stored_is_found_out_when_it_is_back() -> None:
-    bundle, store = SavedTensors(frozenset(), torch.device("cpu")), HostStore(torch.device("cpu"))
-    x, y = torch.zeros(3), torch.zeros(2)
-    changed, same = bundle.pack(x, x._version), bundle.pack(y, y._version)
-    x.add_(1)
-    for handle in bundle.offload(store):
-        handle.wait()
-    bundle.free()
-    for handle in bundle.prefetch():
-        handle.wait()
-    bundle.finish_prefetch()
-    assert isinstance(same, PackedTensor) and torch.equal(same.unpack(), y) and store.used == 0
+class InPlaceOnImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).exp()
+        z = y * 2
+        y.add_(1)
+        return (z + y).mean((2, 3))
+
+
+def test_what_changed_in_place_on_tiles_is_found_out() -> None:
+    """Autograd does not check tensors that hooks pack, and those of tiles did not either: gradients
+    were wrong."""
+    data = [(torch.randn(4, 3, 8, 8), torch.arange(4) % 3)]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        assert isinstance(changed, PackedTensor)
+        planned(InPlaceOnImages(), data, Plan(spatial="2x1"))
+
+
+def test_what_changed_before_it_was_stored_is_found_out_when_it_is_back() -> None:
+    cpu = torch.device("cpu")
+    offloaded, store = OffloadedTensors(frozenset(), cpu), HostStore(cpu)
+    saved = SavedTensors(offloaded)
+    x, y = torch.zeros(3), torch.zeros(2)
+    changed, same = saved.pack(x, x._version), saved.pack(y, y._version)
+    x.add_(1)
+    for handle in offloaded.offload(store):
+        handle.wait()
+    offloaded.free()
+    for handle in offloaded.prefetch():
+        handle.wait()
+    offloaded.finish_prefetch()
+    assert isinstance(same, OffloadedTensor) and torch.equal(same.unpack(), y) and store.used == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        assert isinstance(changed, OffloadedTensor)
         changed.unpack()
 
 

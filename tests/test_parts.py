@@ -15,7 +15,7 @@ from gems.plans.plan import Plan
 from gems.predict.memory import live
 from gems.schedule.action import Kind
 from gems.torch.spatial.group import CHANNEL, SpatialGroup
-from gems.torch.spatial.partitioned_activations import shard_of
+from gems.torch.spatial.partitioned_activations import PartitionedActivations
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
@@ -106,16 +106,17 @@ def test_parts_are_put_together_with_the_strides_they_had() -> None:
     def work(transport: Transport) -> None:
         ranks = tuple(range(transport.world))
         transport.prepare([], [(a, b, CHANNEL) for a in ranks for b in ranks if a != b])
-        team = SpatialGroup((transport.world,), ranks, transport.rank, transport)
+        group = SpatialGroup((transport.world,), ranks, transport.rank, transport)
+        sharding = PartitionedActivations(group)
         x = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
         last = x.contiguous(memory_format=torch.channels_last)
         for y in (x, last, x.permute(3, 1, 0, 2), x[0, 0, 0, 0], torch.arange(3) > 1):
-            form, part = shard_of(y, team)
-            found = form.unshard(part, team)
-            assert part.numel() == -(-y.numel() // team.size)
+            form, part = sharding.shard(y)
+            found = form.unshard(part)
+            assert part.numel() == -(-y.numel() // group.size)
             assert torch.equal(found, y) and found.stride() == y.stride()
-        form, part = shard_of(x[:, :, ::2], team)  # with holes, which nobody keeps
-        assert torch.equal(form.unshard(part, team), x[:, :, ::2])
+        form, part = sharding.shard(x[:, :, ::2])  # with holes, which nobody keeps
+        assert torch.equal(form.unshard(part), x[:, :, ::2])
 
     run(4, work)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gems.plans.plan import Plan
-from gems.torch.runtime import split_backward as defer
+from gems.torch.autograd import split_backward as defer
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.rules.overlap_conv import Kernel
 from tests.exact import assert_equal, batches, plainly, planned
@@ -87,7 +87,7 @@ def test_weight_gradients_of_tiles_wait_for_their_turn(bias: bool) -> None:
     late: list[tuple[int, ...]] = []
 
     def noted(page: list[Any]) -> None:
-        late.extend(tuple(gradient.shape) for _, _, _, gradient in page)
+        late.extend(tuple(gradient.shape) for _, _, gradient in page)
         defer.settle(page)
 
     with mock.patch("gems.torch.runtime.stage_runner.settle", noted):

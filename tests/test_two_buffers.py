@@ -218,7 +218,7 @@ def test_weights_may_be_frozen_for_a_while_between_batches(recompute: str) -> No
         for t, batch in enumerate(data):
             if t == 2:
                 freeze(trainer.model, t)
-                with pytest.raises(GemsError, match="while a batch is under way; call flush"):
+                with pytest.raises(GemsError, match="while a batch is in flight; call flush"):
                     trainer.step(*batch)
             if t in (2, 3, 4) and (rest := trainer.flush()):
                 losses.append(rest.loss)

@@ -327,6 +327,7 @@ class Session(DistributedModel):
             save_load as checkpoint,  # loads DCP, for which those who do not save need not wait
         )
 
+        self.reject_unusable()
         if self.complete:
             raise GemsError("save: gradients wait for optimizer_step(); call it, or zero_grad()")
         self._meet("save")

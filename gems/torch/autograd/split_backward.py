@@ -22,21 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.torch.offload.activations import PackedTensor, SavedTensors
+from gems.torch.autograd.saved_tensors import Saved, SavedTensors, unpacked
 
 Tensor = torch.Tensor
 Settle = Callable[[Tensor, Tensor], None]
-# What to do with which input, version, gradient.
-Entry = tuple[Settle, Tensor | PackedTensor, int | None, Tensor]
+Entry = tuple[Settle, Saved, Tensor]  # what to do with which input and gradient
 
 
 class Ledger:
     """Deferred weight gradients. `page` has those of the micro-batch that forward runs now;
-    `bundle` its saved tensors, if they will be offloaded."""
+    `saved` is how their inputs are saved."""
 
     def __init__(self) -> None:
         self.page: list[Entry] | None = None
-        self.bundle: SavedTensors | None = None
+        self.saved = SavedTensors()
 
     def deferral(self, module: nn.Module) -> Callable[..., Any] | None:
         """A function that does what `module` does and defers its weight gradient, if it can."""
@@ -55,40 +54,29 @@ class Ledger:
         x = args[0]
         y, settle = deferred.forward(x)
         version = x._version if module.weight.requires_grad else None
-        kept = x.detach() if self.bundle is None else self.bundle.pack(x.detach(), version)
+        saved = self.saved.pack(x.detach(), version)
         if not y.requires_grad:  # the first layer: nothing before it wants a gradient
-            y = receive(y, lambda gradient: page.append((settle, kept, version, gradient)))
+            y = receive(y, lambda gradient: page.append((settle, saved, gradient)))
         else:
             # Not a hook on `y`: one that forward puts there later would run after ours.
             assert y.grad_fn is not None
-            y.grad_fn.register_prehook(partial(_enter, page, settle, kept, version))
+            y.grad_fn.register_prehook(partial(_enter, page, settle, saved))
         return y
 
 
 def _enter(
-    page: list[Entry],
-    settle: Settle,
-    kept: Tensor | PackedTensor,
-    version: int | None,
-    gradients: tuple[Tensor | None, ...],
+    page: list[Entry], settle: Settle, saved: Saved, gradients: tuple[Tensor | None, ...]
 ) -> None:
     """None: what reads it is recomputed, and no gradient came back through that."""
     if gradients[0] is not None:
-        page.append((settle, kept, version, gradients[0]))
+        page.append((settle, saved, gradients[0]))
 
 
 def settle(page: list[Entry]) -> None:
     """Compute the weight gradients on a page, in the order backward would have."""
     with torch.no_grad():
-        for work, x, version, gradient in page:
-            if isinstance(x, PackedTensor):  # which looks for itself
-                x = x.unpack()
-            elif version is not None and x._version != version:  # autograd would have noticed, too
-                raise RuntimeError(
-                    f"a tensor needed for a weight gradient, of shape {tuple(x.shape)}, has been "
-                    "modified by an inplace operation; use one that is not in place"
-                )
-            work(x, gradient)
+        for work, saved, gradient in page:
+            work(unpacked(saved), gradient)
     page.clear()
 
 

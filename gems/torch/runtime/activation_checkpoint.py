@@ -22,8 +22,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gems.torch.autograd.split_backward import receive
-from gems.torch.spatial.group import SpatialGroup
-from gems.torch.spatial.partitioned_activations import StridedForm, shard_of
+from gems.torch.spatial.partitioned_activations import PartitionedActivations
 from gems.torch.tracing.calls import Call
 
 Tensor = torch.Tensor
@@ -38,25 +37,8 @@ class Run:
     mutated: tuple[bool, ...]  # inputs that it changes in place: it gets copies of them
     differentiable: tuple[bool, ...]  # outputs that a gradient comes back for
     buffers: Sequence[Buffer]  # that it changes
-    group: SpatialGroup | None = None  # that shards the inputs that all its ranks have
-    replicated: tuple[bool, ...] = ()  # the inputs that all of them have
-    device: str = "cpu"  # whose autocast state is restored
-
-    def shard(self, inputs: Sequence[Tensor]) -> tuple[list[StridedForm | None], list[Tensor]]:
-        """What is saved: of inputs that are sharded, their form and this rank's shard."""
-        forms: list[StridedForm | None] = [None] * len(inputs)
-        saved = list(inputs)
-        for at, replicated in enumerate(self.replicated):
-            if replicated and self.group is not None:
-                forms[at], saved[at] = shard_of(inputs[at], self.group)
-        return forms, saved
-
-    def unshard(self, saved: Sequence[Tensor], forms: Sequence[StridedForm | None]) -> list[Tensor]:
-        """The inputs. Collective: all ranks of the group must call it, in one order."""
-        return [
-            x if form is None or self.group is None else form.unshard(x, self.group)
-            for x, form in zip(saved, forms, strict=True)
-        ]
+    shardings: Sequence[PartitionedActivations | None]  # of inputs that a spatial group shards
+    device: str  # whose autocast state is restored
 
 
 class Recomputation:
@@ -78,8 +60,10 @@ class _Checkpointed(torch.autograd.Function):
     ) -> Any:
         ctx.run, ctx.recomputation, ctx.autocast = run, recomputation, _autocast(run.device)
         ctx.set_materialize_grads(False)
-        ctx.forms, saved = run.shard(inputs)
-        ctx.save_for_backward(*saved)
+        steps = zip(inputs, run.shardings, strict=True)
+        saved = [(None, x) if step is None else step.shard(x) for x, step in steps]
+        ctx.forms = [form for form, _ in saved]
+        ctx.save_for_backward(*(x for _, x in saved))
         ctx.before = snapshot(run.buffers)
         # Detached on both sides: to autograd this is one operation that makes new tensors.
         found = run.function(*(x.detach() for x in _own(run, inputs)))
@@ -93,7 +77,8 @@ class _Checkpointed(torch.autograd.Function):
         run: Run = ctx.run
         wanted = ctx.needs_input_grad[3:]
         arrived: list[Tensor | None] = [None] * len(wanted)
-        inputs = run.unshard(ctx.saved_tensors, ctx.forms)
+        pairs = zip(ctx.saved_tensors, ctx.forms, strict=True)
+        inputs = [x if form is None else form.unshard(x) for x, form in pairs]  # in one order
         around, buffers = ctx.recomputation.around(), as_it_was(run.buffers, ctx.before)
         with around, torch.autocast(run.device, **ctx.autocast), buffers, torch.enable_grad():
             given = (

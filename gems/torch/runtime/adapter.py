@@ -11,7 +11,7 @@ import torch
 
 from gems.predict.timeline import Memory
 from gems.schedule.action import Message
-from gems.torch.offload.activations import SavedTensors
+from gems.torch.offload.activations import OffloadedTensors
 from gems.torch.runtime.reshard import Transfer, buffers, pack, unpack
 from gems.torch.runtime.stage_runner import StageRunner, Tensors
 from gems.torch.runtime.step_state import StepState
@@ -94,22 +94,22 @@ class TorchAdapter:
 
     def store(self, stage: int, micro_batch: int) -> list[Work]:
         assert self.runner.activation_store is not None
-        return self._bundle(stage, micro_batch).offload(self.runner.activation_store)
+        return self._offloaded(stage, micro_batch).offload(self.runner.activation_store)
 
     def release_stored(self, stage: int, micro_batch: int) -> None:
-        self._bundle(stage, micro_batch).free()
+        self._offloaded(stage, micro_batch).free()
 
     def load(self, stage: int, micro_batch: int) -> list[Work]:
-        return self._bundle(stage, micro_batch).prefetch()
+        return self._offloaded(stage, micro_batch).prefetch()
 
     def finish_load(self, stage: int, micro_batch: int) -> None:
-        self._bundle(stage, micro_batch).finish_prefetch()
+        self._offloaded(stage, micro_batch).finish_prefetch()
 
-    def _bundle(self, stage: int, micro_batch: int) -> SavedTensors:
+    def _offloaded(self, stage: int, micro_batch: int) -> OffloadedTensors:
         state, i = self.batches.at(micro_batch)
-        bundle = state.saved[stage, i].bundle
-        assert bundle is not None, "activations that no action stores have no bundle"
-        return bundle
+        found = state.saved[stage, i].offloaded
+        assert found is not None, "the schedule does not offload these activations"
+        return found
 
     # --- messages -----------------------------------------------------------------------------
 

@@ -180,8 +180,7 @@ class _Writer:
             tuple(n in changed for n in inputs),
             tuple(self.record.values[n].grad for n in wanted),
             touched(run, self.model),
-            None if self.tiled is None else self.tiled.group,
-            tuple(self.tiled is not None and self.tiled.box(n) is None for n in inputs),
+            [None if self.tiled is None else self.tiled.sharding(n) for n in inputs],
             self.device,
         )
         self._invoke(f"_recompute({self._listed(f'_{name}', inputs)})", wanted, indent)

@@ -10,8 +10,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.errors import TraceError
 from gems.torch.autograd.absent_gradient import absent, is_absent
+from gems.torch.autograd.saved_tensors import SavedTensors, unpacked
 from gems.torch.autograd.split_backward import Entry, receive, settle
-from gems.torch.offload.activations import SavedTensors, unpacked
+from gems.torch.offload.activations import OffloadedTensors
 from gems.torch.offload.stores import Store
 from gems.torch.runtime.activation_checkpoint import as_it_was, snapshot, touched
 from gems.torch.runtime.codegen import Program
@@ -21,7 +22,6 @@ from gems.torch.runtime.running_stats import unrecorded
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.step_state import SavedMicrobatch, StepState
 from gems.torch.runtime.streaming import Stream
-from gems.torch.spatial.partitioned_activations import shard_of
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import TiledStage
@@ -58,7 +58,7 @@ class StageRunner:
         deferred = state.training and (stage, i) in self.deferred
         saved = SavedMicrobatch([] if deferred else None)
         if state.training and (stage, i) in self.offloaded:
-            saved.bundle = SavedTensors(self.weights.storages, self.programs.device)
+            saved.offloaded = OffloadedTensors(self.weights.storages, self.programs.device)
         later = state.training and self.plan.recomputes(stage, i)
         if stage in state.advances:
             state.advances[stage].begin(state.position[i])
@@ -86,21 +86,18 @@ class StageRunner:
         state.activation_bytes[stage, i] = 0
         parts = self.plan.activations[stage].partitioned
         for name, x in received.items():
-            if bound is not None and parts and bound.box(name) is None:
-                saved.forms[name], x = shard_of(x, bound.group)
-            state.activation_bytes[stage, i] += size([x])
-            saved.received[name] = x if saved.bundle is None else saved.bundle.pack(x, x._version)
+            sharding = bound.sharding(name) if bound is not None and parts else None
+            packed = SavedTensors(sharding, saved.offloaded).pack(x, x._version)
+            state.activation_bytes[stage, i] += packed.nbytes
+            saved.received[name] = packed
         saved.before = snapshot(touched(partitioned.calls(stage), self.programs.model))
 
     def recompute(self, state: StepState, stage: int, i: int) -> None:
         """Run a forward again that saved its inputs only. Its statistics were taken before."""
         partitioned, saved = state.partitions[i], state.saved[stage, i]
-        bound = self.programs.bound(partitioned, stage, i)
+        # In one order on all ranks of a spatial group, which may have to gather shards.
         received = {name: unpacked(x) for name, x in saved.received.items()}
-        for name, form in saved.forms.items():  # in one order on all ranks of a spatial group
-            assert bound is not None
-            received[name] = form.unshard(received[name], bound.group)
-        saved.received, saved.forms, saved.bundle = {}, {}, None
+        saved.received, saved.offloaded = {}, None
         norms = [module for module, _ in self.programs.norms(stage, partitioned)]
         buffers = touched(partitioned.calls(stage), self.programs.model)
         with unrecorded(norms), as_it_was(buffers, saved.before):
@@ -117,11 +114,11 @@ class StageRunner:
         saves = state.training and torch.is_grad_enabled()
         arguments = self._arguments(state, stage, i, program, received, saved, bound)
         self.draws.at(state.step, i)
-        bundle = saved.bundle if saves else None
-        tiles = SavedTiles(self.weights.storages, bundle) if bound is not None and saves else None
+        offloaded = saved.offloaded if saves else None
+        tiles = SavedTiles(self.weights.storages) if bound is not None and saves else None
         if isinstance(program, Stream):
-            program.bundle = bundle
-        with self._saving(bound, tiles, saved.deferred if saves else None, bundle):
+            program.saved = SavedTensors(offloaded)
+        with self._saving(bound, tiles, saved.deferred if saves else None, offloaded):
             results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage in self.weights.shards:
@@ -174,23 +171,21 @@ class StageRunner:
         bound: TiledStage | None,
         tiles: SavedTiles | None,
         deferred: list[Entry] | None,
-        bundle: SavedTensors | None = None,
+        offloaded: OffloadedTensors | None = None,
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and the hooks on tensors that autograd saves."""
         context = ForwardContext() if bound is None else bound.context
         ledger = self.programs.ledger
         with ExitStack() as stack:
             stack.enter_context(self.programs.autocast())
-            if tiles is not None:
-                stack.enter_context(tiles.hooks())
-            elif bundle is not None:
-                stack.enter_context(bundle.hooks())
-            context.saved, ledger.bundle = tiles, bundle
+            stack.enter_context(SavedTensors(tiles, offloaded).hooks())
+            context.saved, ledger.saved = tiles, SavedTensors(offloaded)
             ledger.page = context.deferred = deferred
             try:
                 yield
             finally:
-                ledger.page = context.deferred = context.saved = ledger.bundle = None
+                ledger.page = context.deferred = context.saved = None
+                ledger.saved = SavedTensors()
 
     def _note_edges(
         self, state: StepState, stage: int, i: int, results: Tensors, saved: SavedMicrobatch

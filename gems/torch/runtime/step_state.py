@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from gems.torch.autograd.saved_tensors import Saved
 from gems.torch.autograd.split_backward import Entry
-from gems.torch.offload.activations import PackedTensor, SavedTensors
+from gems.torch.offload.activations import OffloadedTensors
 from gems.torch.runtime.microbatch import Batch
 from gems.torch.runtime.partitioned_model import PartitionedModel
 from gems.torch.runtime.running_stats import Statistics
 from gems.torch.runtime.sampleless_buffers import Advance
 from gems.torch.runtime.tiled_loss import TiledLoss
-from gems.torch.spatial.partitioned_activations import StridedForm
 from gems.torch.state.grad_bucket import GradBucket
 from gems.torch.state.rank_weights import RankWeights
 
@@ -27,14 +27,13 @@ class SavedMicrobatch:
     """What one micro-batch saves on one stage between forward and backward."""
 
     deferred: list[Entry] | None  # weight gradients left to a later action
-    bundle: SavedTensors | None = None  # what of the saved tensors is offloaded until backward
+    offloaded: OffloadedTensors | None = None  # until backward
     edges: dict[str, Any] = field(default_factory=dict)  # value -> where its gradient enters
     loss: Tensor | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of received values, by backward
     wants: tuple[str, ...] = ()  # the received values that need a gradient
-    received: dict[str, Tensor | PackedTensor] = field(default_factory=dict)  # to recompute
+    received: dict[str, Saved] = field(default_factory=dict)  # to recompute
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
-    forms: dict[str, StridedForm] = field(default_factory=dict)  # of received parts
 
 
 @dataclass

@@ -28,8 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.geometry.box import Box
 from gems.model.graph import Value
+from gems.torch.autograd.saved_tensors import SavedTensors, unpacked
 from gems.torch.autograd.split_backward import receive
-from gems.torch.offload.activations import SavedTensors, unpacked
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.microbatch import read_box
 from gems.torch.spatial.group import SpatialGroup
@@ -106,7 +106,7 @@ class Stream:
         self.grid = next(iter(laid.layouts.values())).grid
         self.known: list[Patch] = []
         self.now: TiledStage | None = None
-        self.bundle: SavedTensors | None = None  # of this forward, if its inputs are offloaded
+        self.saved = SavedTensors()  # of this forward
         self.temporary = 0
 
     def _dispatch(self, name: str) -> Run:
@@ -172,11 +172,9 @@ class Stream:
 
     def pack(self, name: str, x: Any) -> Any:
         """What is saved of an input for backward."""
-        if not isinstance(x, Tensor):
-            return x
-        if self.bundle is None or name in self.own:
-            return x.detach()
-        return self.bundle.pack(x.detach(), x._version)
+        if name in self.own:
+            return x.detach() if isinstance(x, Tensor) else x
+        return self.saved.pack(x.detach(), x._version)
 
     def empty(self, name: str) -> Tensor:
         value = self.values[name]
@@ -210,7 +208,8 @@ class _Streamed(torch.autograd.Function):
         stream: Stream = ctx.stream
         pairs = zip(stream.outputs, gradients, strict=True)
         arrived = {name: g for name, g in pairs if g is not None}
-        inputs = list(map(unpacked, ctx.inputs))
+        pairs = zip(stream.inputs, ctx.inputs, strict=True)
+        inputs = [x if name in stream.own else unpacked(x) for name, x in pairs]
         back = _Backward(stream, inputs, ctx.needs_input_grad[2:], arrived)
         for patch in stream.patches() if arrived else ():
             back.through(patch)
@@ -242,7 +241,7 @@ class _Backward:
         """Recompute a patch, and run backward through it; nothing of it is left."""
         stream, context = self.stream, patch.bound.context
         context.saved = saved = SavedTiles(self.storages)
-        with stream.around(), torch.enable_grad(), saved.hooks():
+        with stream.around(), torch.enable_grad(), SavedTensors(saved).hooks():
             results = stream.compute(
                 patch, [self._given(patch, k) for k in range(len(self.inputs))]
             )

@@ -1,4 +1,4 @@
-"""What a cut of the image would make each block send, found by cutting it once on paper."""
+"""Halos that each block would exchange if the image were tiled, found by laying out two tiles."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ NUMBER = 4  # bytes of a number in a sum of statistics
 
 
 def with_halos(traced: Trace, model: nn.Module) -> Graph:
-    """The graph with `strips` and `sums` of every block, and `whole` where no cut is exact.
+    """The graph with `halos` and `sums` of every block, and `whole` where no tiling is exact.
 
-    The image is cut in two across one dim after the other. All blocks from the first one that
-    cannot be cut on are `whole`: what follows it has no tiles to work on.
+    The image is divided into two tiles along one dim after the other. All blocks from the first one
+    that cannot be tiled are `whole`: what follows it has no tiles to work on.
     """
     graph, block_of = traced.graph, _blocks(traced)
     shapes = [graph.value[name].shape for name in graph.inputs]
     dims = max((len(shape) - 2 for shape in shapes), default=0)
-    strips: dict[int, list[int]] = defaultdict(lambda: [0] * dims)
+    halos: dict[int, list[int]] = defaultdict(lambda: [0] * dims)
     sums: dict[int, int] = {}
     exchanges: dict[int, int] = {}
     around: dict[int, list[float]] = defaultdict(lambda: [0.0] * dims)
     reach = streams = len(graph.blocks) if dims > 0 else 0
     for dim in range(dims):
-        laid, stop = _cut(traced, model, dim - dims)
+        laid, stop = _two_tiles(traced, model, dim - dims)
         reach = min(reach, reach if stop is None else block_of[stop])
         for at, (call, rule) in enumerate(zip(laid.calls, laid.rules, strict=True)):
             block = block_of[call.name]
-            sent, read = _fetched(laid, at)
-            strips[block][dim] += sent
+            sent, read = _exchanged(laid, at)
+            halos[block][dim] += sent
             exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
             around[block][dim] += read
             if unstreamable(call, rule) is not None:
@@ -48,7 +48,7 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     blocks = tuple(
         replace(
             b,
-            halos=tuple(strips[i]),
+            halos=tuple(halos[i]),
             exchanges=exchanges.get(i, 0),
             sums=sums.get(i, 0),
             totals=int(sums.get(i, 0) > 0),
@@ -67,7 +67,7 @@ def _blocks(traced: Trace) -> dict[str, int]:
     return {call.name: i for i in count for call in traced.calls(i)}
 
 
-def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[StageLayout, str | None]:
+def _two_tiles(traced: Trace, model: nn.Module, dim: int) -> tuple[StageLayout, str | None]:
     """The calls laid out over two tiles, as far as they can be, and the first that cannot."""
     record, draws = traced.record, Draws(0, torch.device("cpu"))
     entering: dict[str, Layout] = {}
@@ -85,11 +85,11 @@ def _cut(traced: Trace, model: nn.Module, dim: int) -> tuple[StageLayout, str | 
 
 
 def _ends(laid: StageLayout, at: int) -> bool:
-    """Whether parts of the image may end with this call, and so with its block."""
+    """Whether a stream of patches may end with this call, and so with its block."""
     return ends(laid.calls[at], laid.rules[at])
 
 
-def _fetched(laid: StageLayout, at: int) -> tuple[int, float]:
+def _exchanged(laid: StageLayout, at: int) -> tuple[int, float]:
     """Bytes that two tiles send each other so that a call can run, and what it reads around its
     outputs, as a part of the image."""
     sent, around = 0, 0.0

@@ -11,6 +11,7 @@ from gems.geometry.box import Box
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.op import Run
 from gems.torch.spatial.partition import StageLayout
+from gems.torch.spatial.partitioned_activations import PartitionedActivations
 from gems.torch.spatial.tile import ForwardContext, Tile
 from gems.torch.tensors.storage import storage_of
 
@@ -28,6 +29,10 @@ class TiledStage:
         """This rank's box of a value; None: all of it."""
         layout = self.laid.layouts.get(name)
         return None if layout is None else layout.boxes()[self.group.me]
+
+    def sharding(self, name: str) -> PartitionedActivations | None:
+        """How to save a shard of a value that all ranks of the group have; None if it is tiled."""
+        return PartitionedActivations(self.group) if self.box(name) is None else None
 
     def has_empty_tile(self, name: str) -> bool:
         """Whether a rank of the spatial group has no cell of a value."""

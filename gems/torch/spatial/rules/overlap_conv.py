@@ -23,6 +23,7 @@ import torch
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, clipped
 from gems.geometry.window import Slide, Window
+from gems.torch.autograd.saved_tensors import PackedTensor
 from gems.torch.autograd.split_backward import Settle, accumulate, watched
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.tile import ForwardContext, Tile
@@ -123,7 +124,7 @@ class OverlapConv(torch.autograd.Function):
             pending.add_to(dx)
         if ctx.deferred is not None and any(learns):
             settle = _deferred(plan, ctx.parameters, halos, tuple(learns))
-            ctx.deferred.append((settle, x, x._version, g))
+            ctx.deferred.append((settle, PackedTensor(x, x._version), g))
         return dx, _sum(tile, dw), db, None
 
 
