@@ -114,8 +114,8 @@ def test_lowered_a_schedule_names_its_messages_and_its_sums() -> None:
     plan = Plan(stages=2, schedule="gems", replications=1)
     assert lowered(plan) == parse(
         """
-        0: 0B0<1 0F0 0F0>1 1F1<0@1 0B0 1F1@1 1B1@1 1B1>0@1 1A 0A
-        1: 1F0<0 1F0 1B0 1B0>0 1A 0B1<1@1 0F1@1 0F1>1@1 0B1@1 0A
+        0: 0B0<1 0F0 0F0>1 1F1<0@1 0B0 1F1@1 1B1@1 1B1>0@1 1A 0A 0O 1O
+        1: 1F0<0 1F0 1B0 1B0>0 1A 0B1<1@1 0F1@1 0F1>1@1 0B1@1 0A 0O 1O
         """
     )
 
@@ -401,11 +401,11 @@ def test_lowered_a_team_sends_and_receives_rank_by_rank() -> None:
     assert plan.spatial_groups == (((0, 1), (2,), (3, 4)),)
     assert lowered(plan) == parse(
         """
-        0: 0B0<1 0F0 0F0>1 0B0 0A
-        1: 0B0<1 0F0 0F0>1 0B0 0A
-        2: 1B0<2 1F0<0 1F0 1F0>2 1B0 1B0>0 1A
-        3: 2F0<1 2F0 2B0 2B0>1 2A
-        4: 2F0<1 2F0 2B0 2B0>1 2A
+        0: 0B0<1 0F0 0F0>1 0B0 0A 0O
+        1: 0B0<1 0F0 0F0>1 0B0 0A 0O
+        2: 1B0<2 1F0<0 1F0 1F0>2 1B0 1B0>0 1A 1O
+        3: 2F0<1 2F0 2B0 2B0>1 2A 2O
+        4: 2F0<1 2F0 2B0 2B0>1 2A 2O
         """
     )
 
@@ -414,8 +414,8 @@ def test_a_rank_of_both_teams_still_sends_to_the_others_and_hears_from_them() ->
     plan = Plan(stages=2, spatial="1x2", schedule="sequential", placement=((0, 1), 1))
     assert lowered(plan) == parse(
         """
-        0: 0B0<1 0F0 0F0>1 0B0 0A
-        1: 1F0<0 0F0 1F0 1B0 1B0>0 1A 0B0 0A
+        0: 0B0<1 0F0 0F0>1 0B0 0A 0O
+        1: 1F0<0 0F0 1F0 1B0 1B0>0 1A 0B0 0A 0O 1O
         """
     )
 

@@ -140,6 +140,8 @@ class _Rank:
         elif action.kind is Kind.RESHARD:
             self.gathered.remove(action.stage)
         elif action.kind is Kind.OPTIMIZER_STEP:
+            if not (self.asynchronous or self.plan.residency[action.stage].eager):
+                self._end_sends()
             self.meter.set_resident(self._resident())
             self.meter.spike("optimizer", self._fetched(action.stage))
             if not self.steps_on_host:
@@ -227,6 +229,11 @@ class _Rank:
                 self.sending[message, target] = size
         if self.rank not in group:
             self.meter.drop("boundary", self.at_hand.pop(message))
+
+    def _end_sends(self) -> None:
+        """An update at the end begins when nothing is in flight."""
+        self.meter.drop("communication", sum(self.sending.values()))
+        self.sending.clear()
 
     def _post(self, action: Action) -> None:
         message = action.message

@@ -246,10 +246,13 @@ class Session(DistributedModel):
                 loaded = own.by_stage.step(stage, self.factor)
             elif stage == stages[0]:
                 own.step(self.factor)
-            if stage == stages[-1]:
-                if own.by_stage is not None:
-                    loaded = max(loaded, own.by_stage.step(TIED, self.factor))
+            if stage == stages[-1] and own.by_stage is not None:
+                loaded = max(loaded, own.by_stage.step(TIED, self.factor))
+        if stage == stages[-1]:
+            for own in self.chosen:
                 own.optimizer.zero_grad(set_to_none=True)
+            if self.chosen == self.unstepped:
+                self.weights.clear_gradients()
         return loaded, Done()
 
     def _step_early(self, stage: int) -> tuple[int, Work]:
