@@ -128,8 +128,9 @@ class Plan(PlanFields):
         """The same if there are so many times the ranks, which hold the same stages."""
         weights, optimizer = (place_of(self.offload, what) for what in ("weights", "optimizer"))
         sharded, versions = SHARDABLE[: self.zero], 2 if self.asynchronous else 1
+        eager = self.optimizer_step == "eager"
         return tuple(
-            StateResidency(copies * len(ranks), sharded, weights, optimizer, versions)
+            StateResidency(copies * len(ranks), sharded, weights, optimizer, versions, eager)
             for ranks in self.replica_groups
         )
 
