@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gems.torch.checkpoint.weight_files import read_weights as read_weights
     from gems.torch.interrupt import Interrupt as Interrupt
     from gems.torch.planning import plan as plan
+    from gems.torch.session import Session as Session
     from gems.torch.trainer import Trainer as Trainer
 
 _WHERE = {
@@ -33,6 +34,7 @@ _WHERE = {
     "Machine": "gems.hardware",
     "Plan": "gems.plans.plan",
     "Schedule": "gems.schedule.action",
+    "Session": "gems.torch.session",
     "Timeline": "gems.predict.timeline",
     "Trainer": "gems.torch.trainer",
     "latest": "gems.torch.checkpoint.manifest",
@@ -49,6 +51,7 @@ __all__ = [
     "Machine",
     "Plan",
     "Schedule",
+    "Session",
     "Timeline",
     "Trainer",
     "__version__",

@@ -263,7 +263,7 @@ def _watched(seen: list[Any], make: Any) -> Any:
 
 
 def _names(trainer: Trainer) -> list[str]:
-    return [name for name, p in trainer._named_parameters() if p.numel()]
+    return [name for name, p in trainer.session.weights.named_parameters().items() if p.numel()]
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

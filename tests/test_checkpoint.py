@@ -89,8 +89,8 @@ def test_a_run_that_was_interrupted_is_the_run_that_was_not(name: str, tmp_path:
         return before + trained(trainer, 3, 5), trainer.state_dict(), rates(trainer)
 
     def resumed(trainer: Trainer) -> Any:
-        if trainer.scale is not None:
-            trainer.scale.value = 4.0
+        if trainer.session.scale is not None:
+            trainer.session.scale.value = 4.0
         trainer.load(tmp_path / "step-3")
         assert trainer.steps == 3
         return trained(trainer, 3, 5), trainer.state_dict(), rates(trainer)
@@ -98,7 +98,7 @@ def test_a_run_that_was_interrupted_is_the_run_that_was_not(name: str, tmp_path:
     def rates(trainer: Trainer) -> Any:
         assert trainer.optimizer is not None
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer(trainer)]
-        return groups, trainer.scale and trainer.scale.value
+        return groups, trainer.session.scale and trainer.session.scale.value
 
     expected = on_ranks(plan, whole, **options)
     found = on_ranks(plan, resumed, weights=7, seed=5, **options)

@@ -82,10 +82,12 @@ def trainer_on(transport: Transport, model: nn.Module, plan: Plan, **options: An
 
 def held(trainer: Trainer) -> dict[str, Tensor]:
     """What this rank itself has, not what the first holder tells."""
-    with trainer.weights.unsharded():
-        names = trainer.weights.held
+    with trainer.session.weights.unsharded():
+        names = trainer.session.weights.held
         buffers = dict(trainer.model.named_buffers())
-        found = {n: trainer.weights.copy(n).detach().clone() for n in names if n not in buffers}
+        found = {
+            n: trainer.session.weights.copy(n).detach().clone() for n in names if n not in buffers
+        }
         return found | {n: b.clone() for n, b in buffers.items() if n in names}
 
 

@@ -157,7 +157,7 @@ def test_what_is_not_read_does_not_record_again_and_what_was_there_before_is_use
         model.epoch, model.alpha = step, 1.0 + step % 2
 
     def look(trainer: Trainer) -> None:
-        assert len(trainer.runner.programs.recordings) == 2, "one for each alpha"
+        assert len(trainer.session.runner.programs.recordings) == 2, "one for each alpha"
 
     planned(Net(), data(6), TWO, change, look)
 
@@ -167,9 +167,9 @@ def test_recordings_are_bounded() -> None:
         model.alpha = 1.0 + step / 100
 
     def look(trainer: Trainer) -> None:
-        assert len(trainer.runner.programs.recordings) == BOUND
-        cuts = trainer.runner.programs.recordings.values()
-        assert trainer.state.partitions[0] is cuts[-1], "the newest is there"
+        assert len(trainer.session.runner.programs.recordings) == BOUND
+        cuts = trainer.session.runner.programs.recordings.values()
+        assert trainer.session.state.partitions[0] is cuts[-1], "the newest is there"
 
     planned(Net(), data(BOUND + 4, 2), ONE, change, look)
 

@@ -698,7 +698,12 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     """All that a load may change."""
     assert trainer.optimizer is not None and trainer.scheduler is not None
     plain: dict[str, Any] = {
-        "steps": (trainer.steps, trainer.window, trainer.first, trainer.seed),
+        "steps": (
+            trainer.steps,
+            trainer.session.window,
+            trainer.session.first,
+            trainer.session.seed,
+        ),
         "groups": repr(trainer.optimizer.state_dict()["param_groups"]),
         "scheduler": repr(trainer.scheduler.state_dict()),
         "states": len(trainer.optimizer.state),

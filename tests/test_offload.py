@@ -413,7 +413,7 @@ def test_nothing_goes_or_is_read_before_it_was_waited_for(recompute: str) -> Non
     def work(transport: Transport) -> dict[str, Tensor]:
         sample, mine = torch.empty(1, 3, 21, 19, dtype=torch.float64), copy.deepcopy(model)
         trainer = Trainer(mine, F.cross_entropy, sgd, sample, plan, transport=transport)
-        trainer.runner.activation_store = Late()
+        trainer.session.runner.activation_store = Late()
         trainer.step(*data[0])
         return trainer.state_dict()
 
@@ -449,8 +449,8 @@ def test_what_is_stored_is_really_gone_and_as_much_as_was_counted(name: str) -> 
     def work(transport: Transport) -> tuple[Watched, list[int], Any]:
         sample = torch.empty(1, 3, 21, 19, dtype=torch.float64)
         trainer = Trainer(make(), F.cross_entropy, sgd, sample, plan, transport=transport)
-        trainer.runner.activation_store = store = Watched()
-        away, adapter, stored = [], trainer.adapter, trainer.adapter.store
+        trainer.session.runner.activation_store = store = Watched()
+        away, adapter, stored = [], trainer.session.adapter, trainer.session.adapter.store
 
         def noted(stage: int, micro_batch: int) -> list[Any]:
             handles = stored(stage, micro_batch)

@@ -77,8 +77,10 @@ def test_stored_inputs_are_divided_by_the_team_as_predicted(shared: bool) -> Non
         row = live(trainer.schedule, trainer.plan, trainer.costs)[rank][0]
         actions = trainer.schedule.ranks[rank]
         said = [m.activations for a, m in zip(actions, row, strict=True) if forward(a)]
-        assert trainer._local is not None
-        pairs = zip(trainer._local.events, trainer._local.memory[0], strict=True)
+        assert trainer.session.measured is not None
+        pairs = zip(
+            trainer.session.measured.events, trainer.session.measured.memory[0], strict=True
+        )
         return said, [m.activations for event, (_, m) in pairs if forward(event.parsed())]
 
     def forward(action: Any) -> bool:

@@ -26,12 +26,13 @@ from gems.model.graph import Block, Graph, Value
 from gems.planner.assign import stages, stages_by_name
 from gems.planner.candidates import choices, offloading, recomputing, sharding
 from gems.planner.coarsen import coarse
-from gems.planner.explain import chosen, describe, explain
+from gems.planner.explain import chosen, explain
 from gems.planner.in_flight import in_flight
 from gems.planner.memo import Memo
 from gems.planner.partition import Budget, partition
 from gems.planner.request import Request
 from gems.planner.search import Search, search
+from gems.plans.describe import describe
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import footprint
 from gems.predict.simulate import simulate

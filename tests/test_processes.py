@@ -124,16 +124,16 @@ def measured(transport: Transport, plan: Plan, steps: int) -> Any:
     )
     for images, labels in data(steps, plan.total):
         trainer.step(images, labels)
-    activations = dict(trainer.state.activation_bytes)
-    engine = trainer.engine
+    activations = dict(trainer.session.state.activation_bytes)
+    engine = trainer.session.engine
     messages = engine.messages
     left = (len(messages.sending), len(messages.inbox), len(messages.at_hand))
-    left += (len(trainer.state.saved),)
+    left += (len(trainer.session.state.saved),)
     return (
         trainer.timeline(),
         activations,
         left,
-        trainer.adapter.resident_memory(),
+        trainer.session.adapter.resident_memory(),
         engine.meter.now,
     )
 

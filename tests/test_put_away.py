@@ -134,10 +134,10 @@ def scaled(transport: Transport, offload: str, x: Tensor, y: Tensor) -> Any:
     plan, lose = replace(L2L, offload=offload), nn.functional.cross_entropy
     options = {"precision": "fp16", "transport": transport}
     trainer = Trainer(small().float(), lose, momentum, torch.empty(4, 3, 6, 6), plan, **options)
-    assert trainer.scale is not None
-    trainer.scale.value = 2.0**40
+    assert trainer.session.scale is not None
+    trainer.session.scale.value = 2.0**40
     first = trainer.step(x, y).updated
-    trainer.scale.value = 2.0
+    trainer.session.scale.value = 2.0
     return first, trainer.step(x, y).updated, trainer.state_dict()
 
 
@@ -159,11 +159,11 @@ def test_a_loss_that_is_no_number_updates_nothing() -> None:
         sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
         trainer = Trainer(small(), lose, sgd, sample, plan, transport=transport)
         names = ("a.weight", "head.weight")
-        before = [trainer.weights.copy(name).clone() for name in names]
+        before = [trainer.session.weights.copy(name).clone() for name in names]
         with pytest.raises(LossError, match="no update was made"):
             trainer.step(*data(1)[0])
         for name, weight in zip(names, before, strict=True):
-            assert torch.equal(trainer.weights.copy(name), weight)
+            assert torch.equal(trainer.session.weights.copy(name), weight)
         with pytest.raises(GemsError, match="has failed in the middle of a step"):
             trainer.state_dict()
 
@@ -189,16 +189,16 @@ def test_a_stage_is_updated_while_the_one_before_it_runs_where_that_takes_no_mem
         make = lambda parameters: Patient(parameters, 0.1)  # noqa: E731
         sample = torch.empty(4, 3, 6, 6, dtype=torch.float64)
         trainer = Trainer(small(), nn.CrossEntropyLoss(), make, sample, plan, transport=transport)
-        backward = trainer.adapter.backward
+        backward = trainer.session.adapter.backward
 
         def noticed(stage: int, *rest: Any, **more: Any) -> Any:
             if stage == 1:
                 came.set()
             return backward(stage, *rest, **more)
 
-        trainer.adapter.backward = noticed  # type: ignore[method-assign]
+        trainer.session.adapter.backward = noticed  # type: ignore[method-assign]
         trainer.step(*data(1)[0])
-        assert trainer.adapter.resident_memory().gradients == 0
+        assert trainer.session.adapter.resident_memory().gradients == 0
         trainer.close()
 
     overlaps: list[bool] = []

@@ -481,9 +481,9 @@ def test_weight_gradients_of_what_is_recomputed_can_be_put_off_too(recompute: An
             classifier(), F.cross_entropy, sgd, torch.empty(2, 3, 21, 19, dtype=torch.float64),
             Plan(schedule="zero-bubble", recompute=recompute), transport=transport,
         )  # fmt: skip
-        adapter = trainer.adapter
+        adapter = trainer.session.adapter
         batch = split(*labelled(2, 1)[0], 1)
-        trainer.batches.state = begin_step(trainer.runner, batch, 0, training=True)
+        trainer.session.batches.state = begin_step(trainer.session.runner, batch, 0, training=True)
         adapter.forward(0, 0, {})
         if recompute == "always":
             adapter.recompute(0, 0)
@@ -532,13 +532,13 @@ def test_what_autograd_holds_after_forward_is_what_is_counted(recompute: Any) ->
             model, F.cross_entropy, sgd, torch.empty(2, 3, 21, 19, dtype=torch.float64),
             Plan(recompute=recompute), transport=transport,
         )  # fmt: skip
-        adapter = trainer.adapter
+        adapter = trainer.session.adapter
         batch = split(*labelled(2, 1)[0], 1)
-        trainer.batches.state = begin_step(trainer.runner, batch, 0, training=True)
-        trainer.runner.loss.function = None  # it is nobody's stash
+        trainer.session.batches.state = begin_step(trainer.session.runner, batch, 0, training=True)
+        trainer.session.runner.loss.function = None  # it is nobody's stash
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x):
             adapter.forward(0, 0, {})
-        for storage in trainer.weights.storages:
+        for storage in trainer.session.weights.storages:
             seen.pop(storage, None)
         return adapter.activation_bytes(0, 0)
 

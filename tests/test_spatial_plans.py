@@ -754,7 +754,7 @@ def on_slides(plan: Plan, model: nn.Module, data: list[Any]) -> list[Any]:
 
 
 def only_cut(mine: Trainer) -> PartitionedModel:
-    return next(iter(mine.runner.programs.recordings.values()))
+    return next(iter(mine.session.runner.programs.recordings.values()))
 
 
 @pytest.mark.parametrize("halo", ["d1", "d2"])
@@ -977,7 +977,7 @@ def test_a_trainer_counts_the_same_bytes() -> None:
     def work(transport: Local) -> Any:
         mine = Trainer(conv_stack(3), None, None, images[:2], plan, transport=transport)
         mine.predict(images)
-        cut = next(c for c in mine.runner.programs.recordings.values() if c.bound)
+        cut = next(c for c in mine.session.runner.programs.recordings.values() if c.bound)
         group = cut.bound[0, 0, 1, 2, 3].group
         return group.traffic, sent_and_taken(cut.laid[0], 4)[transport.rank][0]
 

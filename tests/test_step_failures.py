@@ -239,7 +239,11 @@ def broken_at(plan: Plan, rank: int, at: int) -> int:
     def work(trainer: Trainer) -> None:
         trainer.step(*data()[0])
         before = trainer.state_dict() if trainer.transport.world == 1 else {}
-        engine = trainer.async_pipeline.engine.engine if trainer.async_pipeline else trainer.engine
+        engine = (
+            trainer.session.async_pipeline.engine.engine
+            if trainer.session.async_pipeline
+            else trainer.session.engine
+        )
         engine.armed = True  # type: ignore[attr-defined]
         try:
             trainer.step(*data()[1])
@@ -249,7 +253,9 @@ def broken_at(plan: Plan, rank: int, at: int) -> int:
             assert isinstance(error, Fault) or "Fault" in cause or "at " in cause, cause
         else:
             return
-        if trainer.failed is None and trainer.async_pipeline is None:  # as before the step
+        if (
+            trainer.session.failed is None and trainer.session.async_pipeline is None
+        ):  # as before the step
             engine.armed = False  # type: ignore[attr-defined]
             same_state(trainer.state_dict(), before, 0.0)
             assert all(p.grad is None for p in trainer.parameters())
@@ -282,7 +288,7 @@ def break_one(transport: Transport, plan: Plan, rank: int, at: int) -> str:
     with mock.patch.object(Engine, "_run", fault.run(Engine._run)):
         trainer = trainer_on(transport, plan)
         trainer.step(*data()[0])
-        trainer.engine.armed = True  # type: ignore[attr-defined]
+        trainer.session.engine.armed = True  # type: ignore[attr-defined]
         try:
             trainer.step(*data()[1])
         except BaseException as error:

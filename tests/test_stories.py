@@ -45,7 +45,7 @@ def weights_on_each_rank(model: nn.Module, plan: Plan, made: list[Any]) -> list[
         trainer = Trainer(mine, F.cross_entropy, sgd, sample, plan, transport=transport)
         for images, labels in made:
             trainer.step(images, labels)
-        held = trainer.owned.on(transport.rank)
+        held = trainer.session.owned.on(transport.rank)
         found = dict(mine.named_parameters()) | dict(mine.named_buffers())
         return {name: found[name].detach() for name in held}
 

@@ -689,12 +689,14 @@ def initialised(plan: Plan) -> dict[str, Tensor]:
         trainer = Trainer(
             model, F.cross_entropy, sgd, torch.empty(1, 3, 8, 8), plan, transport=transport, seed=3
         )
-        held = trainer.owned.on(transport.rank)
+        held = trainer.session.owned.on(transport.rank)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             assert tensor.is_meta == (name not in held), name
         state = trainer.state_dict()
         if plan.ranks > 1:
-            assert 0 < len(held) < len(trainer.owned.replica_groups), "nobody has the whole model"
+            assert 0 < len(held) < len(trainer.session.owned.replica_groups), (
+                "nobody has the whole model"
+            )
         trainer.step(torch.ones(8, 3, 8, 8), torch.zeros(8, dtype=torch.long))
         assert all(t.is_meta == (n not in held) for n, t in model.named_parameters()), (
             "nor after a step"

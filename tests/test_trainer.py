@@ -346,11 +346,11 @@ def test_fp16_scales_the_loss_and_skips_an_overflowing_step_on_every_rank() -> N
     made = batches((4, 3, 8, 8), 5, 1, torch.float32)[0]
 
     def work(trainer: Trainer) -> Any:
-        trainer.scale.value = 2.0**40  # far beyond what half precision holds
+        trainer.session.scale.value = 2.0**40  # far beyond what half precision holds
         before = trainer.state_dict()
         skipped = trainer.step(*made)
-        after, scale = trainer.state_dict(), trainer.scale.value
-        trainer.scale.value = 2.0**8
+        after, scale = trainer.state_dict(), trainer.session.scale.value
+        trainer.session.scale.value = 2.0**8
         taken = trainer.step(*made)
         return before, after, trainer.state_dict(), skipped.updated, taken.updated, scale
 
@@ -395,7 +395,7 @@ def test_hooks_of_the_users_modules_and_parameters_still_fire(schedule: str) -> 
         for name, module in model.named_children():
             module.register_forward_hook(lambda *_, n=name: seen.append(f"forward {n}"))
             module.register_full_backward_hook(lambda *_, n=name: seen.append(f"backward {n}"))
-        for name, p in trainer._named_parameters():
+        for name, p in trainer.session.weights.named_parameters().items():
             p.register_post_accumulate_grad_hook(lambda _, n=name: seen.append(f"grad {n}"))
         trainer.step(*made[1])
 

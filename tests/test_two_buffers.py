@@ -218,7 +218,7 @@ def test_weights_may_be_frozen_for_a_while_between_batches(recompute: str) -> No
         for t, batch in enumerate(data):
             if t == 2:
                 freeze(trainer.model, t)
-                with pytest.raises(GemsError, match="while a batch is under way; call flush"):
+                with pytest.raises(GemsError, match="while a batch is in flight; call flush"):
                     trainer.step(*batch)
             if t in (2, 3, 4) and (rest := trainer.flush()):
                 losses.append(rest.loss)
@@ -688,18 +688,18 @@ def test_a_step_sets_nothing_but_the_state_of_its_batch() -> None:
     """Whatever is added must belong to one StepState, as two batches are in flight."""
 
     def work(trainer: Trainer) -> None:
-        runner = trainer.runner
-        shared = (trainer.adapter, runner, runner.programs, runner.loss)
+        runner = trainer.session.runner
+        shared = (trainer.session.adapter, runner, runner.programs, runner.loss)
         before = [dict(vars(thing)) for thing in shared]
         trainer.step(*DATA[0])
         for thing, was in zip(shared, before, strict=True):
             assert all(was[name] is value for name, value in vars(thing).items())
-        assert trainer.async_pipeline is not None
-        first = trainer.async_pipeline.batches.newest()
+        assert trainer.session.async_pipeline is not None
+        first = trainer.session.async_pipeline.batches.newest()
         trainer.step(*DATA[0])
-        assert trainer.async_pipeline.batches.states == [
+        assert trainer.session.async_pipeline.batches.states == [
             first,
-            trainer.async_pipeline.batches.newest(),
+            trainer.session.async_pipeline.batches.newest(),
         ]
 
     on_ranks(Plan(schedule="2bw", micro_batches=3), work)

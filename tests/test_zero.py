@@ -225,10 +225,10 @@ def test_a_step_that_overflows_makes_no_update_and_the_next_one_does() -> None:
         plan, lose = replace(UNITS, data=2, zero=zero), nn.functional.cross_entropy
         mine, options = copy.deepcopy(model), {"precision": "fp16", "transport": transport}
         trainer = Trainer(mine, lose, momentum, torch.empty(4, 3, 6, 6), plan, **options)
-        assert trainer.scale is not None
-        trainer.scale.value = 2.0**40
+        assert trainer.session.scale is not None
+        trainer.session.scale.value = 2.0**40
         first = trainer.step(x, y).updated
-        trainer.scale.value = 2.0
+        trainer.session.scale.value = 2.0
         return first, trainer.step(x, y).updated, trainer.state_dict()
 
     with mock.patch("gems.torch.tracing.trace.record", Recordings()):
@@ -277,9 +277,13 @@ def test_bytes_follow_the_published_formulas(zero: int, copies: int) -> None:
         x, y = batches((2 * copies, 3, 2, 2), 5, 1, torch.float32)[0]
         for _ in range(2):
             trainer.step(x, y)
-        assert trainer._local is not None
+        assert trainer.session.measured is not None
         steps = 4 * len(trainer.optimizer.state) if trainer.optimizer else 0
-        return trainer._local.memory[0][-1][1], trainer.adapter.resident_memory(), steps
+        return (
+            trainer.session.measured.memory[0][-1][1],
+            trainer.session.adapter.resident_memory(),
+            steps,
+        )
 
     found = run(copies, work)
     cells = 12 * 10 + 10 + 10 * 5 + 5

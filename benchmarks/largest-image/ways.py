@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.pipeline.ranks import RankError, Ranks
 from gems.draw.units import size
 from gems.errors import PlanError
-from gems.planner.explain import describe
+from gems.plans.describe import describe
 from gems.plans.plan import Plan
 
 from . import ours, peer, plain, streaming

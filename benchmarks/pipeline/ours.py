@@ -125,7 +125,7 @@ def timed(
         wall, cpu = time.perf_counter(), time.thread_time()
         trainer.step(images, labels)
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-        events = [(event, event.parsed()) for event in trainer._local.events]
+        events = [(event, event.parsed()) for event in trainer.session.measured.events]
         row = [
             Done(a.stage, a.kind.value, a.micro_batch, event.cpu)
             for event, a in events
@@ -150,7 +150,9 @@ def errors(name: str, micro_batches: int, cut: Balance) -> dict[str, float]:
     note = trainer.optimizer.zero_grad
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
-        found.update({n: p.grad.clone() for n, p in trainer._named_parameters()})
+        found.update(
+            {n: p.grad.clone() for n, p in trainer.session.weights.named_parameters().items()}
+        )
         note(*args, **kwargs)
 
     trainer.optimizer.zero_grad = zero_grad

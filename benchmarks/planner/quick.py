@@ -18,7 +18,7 @@ import torch
 import gems
 from benchmarks.where import where
 from gems.models import build
-from gems.planner.explain import describe
+from gems.plans.describe import describe
 
 
 def planned(name: str, side: int, ranks: int, preset: str) -> dict[str, object]:

@@ -15,7 +15,7 @@ from benchmarks.planner.steps import found, step
 from benchmarks.prediction.pairs import NETWORKS
 from benchmarks.where import where
 from gems.files import from_json
-from gems.planner.explain import describe
+from gems.plans.describe import describe
 from gems.plans.plan import Plan
 
 RANKS, WARM = 2, 2

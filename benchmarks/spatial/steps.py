@@ -82,7 +82,7 @@ def ours(work: str, plan: str, peak: bool = False) -> tuple[float, float]:
 def traffic(work: str, plan: str) -> tuple[int, int]:
     """Messages and bytes that this rank sends inside the stage in one step."""
     trainer = _trainer(work, plan)
-    cut = next(iter(trainer.runner.programs.recordings.values()))
+    cut = next(iter(trainer.session.runner.programs.recordings.values()))
     counters = [bound.group.traffic for bound in cut.bound.values()]
     for counter in counters:
         counter.messages = counter.bytes = 0
@@ -98,7 +98,9 @@ def errors(work: str, plan: str) -> float:
     forget = trainer.optimizer.zero_grad
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
-        found.update({n: p.grad.clone() for n, p in trainer._named_parameters()})
+        found.update(
+            {n: p.grad.clone() for n, p in trainer.session.weights.named_parameters().items()}
+        )
         forget(*args, **kwargs)
 
     trainer.optimizer.zero_grad = zero_grad

@@ -84,5 +84,5 @@ def live(chart: str, name: str, side: int, memory: float | None) -> int:
     batch = _batch(chart, side)
     with LiveBytes() as count:
         trainer.step(*batch)
-    resident = trainer.adapter.resident_memory()
+    resident = trainer.session.adapter.resident_memory()
     return count.peak + resident.weights + resident.optimizer

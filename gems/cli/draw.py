@@ -30,6 +30,7 @@ from gems.files import from_json, read_text, write
 from gems.hardware import machine
 from gems.model.costs import unit
 from gems.planner.request import Request
+from gems.plans.describe import titled
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Timeline, timeline_problems
@@ -169,8 +170,8 @@ def _step(given: argparse.Namespace) -> Step:
         timeline = simulate(_schedule(given, plan), plan, unit(plan.depth))
     else:
         timeline = predicted(given)
-    model = f"{given.model}, " if given.machine else ""
-    return Step(timeline, given.title or f"{model}{plan.schedule}", plan, below)
+    model = given.model if given.machine else ""
+    return Step(timeline, given.title or titled(plan, model), plan, below)
 
 
 def _timeline(path: Path) -> Timeline:

@@ -80,7 +80,7 @@ class Job:
         )
         self.first = self.trainer.rank == 0
         self.pace = Pace()
-        self.late = self.trainer.async_pipeline is not None  # losses come one step later
+        self.late = self.trainer.plan.asynchronous  # losses come one step later
 
     # --- setting up -----------------------------------------------------------------------------
 

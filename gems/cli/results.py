@@ -13,6 +13,7 @@ from gems.draw.svg import svg
 from gems.draw.table import report
 from gems.draw.units import heading, size
 from gems.files import to_json, write
+from gems.plans.describe import titled
 from gems.predict.simulate import virtual
 from gems.predict.timeline import Timeline
 
@@ -44,7 +45,7 @@ def finish(job: FinishedJob, maps: list[Path]) -> None:
     alone = virtual(timeline, job.trainer.schedule, plan)
     print(f"as if every rank had a core of its own: {heading(alone)}")
     print(report(timeline))
-    title = f"{job.given.model}, {plan.schedule}"
+    title = titled(plan, job.given.model)
     write(out / "schedule.txt", str(job.trainer.schedule))
     write(out / "timeline.json", to_json(timeline))
     for name, drawn in (("schedule", timeline), ("virtual", alone)):

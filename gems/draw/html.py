@@ -17,7 +17,8 @@ from gems.draw.mark import Mark, entries, marks
 from gems.draw.memory import peak_of
 from gems.draw.shapes import FLOOR, INK, MEMORY, PAPER, SOFT
 from gems.draw.table import report
-from gems.draw.units import counts_units, described, heading, stages_of
+from gems.draw.units import counts_units, heading, stages_of
+from gems.plans.describe import headline
 from gems.plans.plan import Plan
 from gems.predict.timeline import KINDS, Timeline
 
@@ -47,7 +48,7 @@ def html(
     sides = (timeline,) if below is None else aligned(timeline, below)
     parts = {
         "title": escape(title or "One step"),
-        "about": escape(described(plan) if plan else ""),
+        "about": escape(headline(plan) if plan else ""),
         "heading": escape(heading(timeline) if below is None else difference(timeline, below)),
         "style": _read("page.css") + (_following() if partition else ""),
         "partition": above + (f'<div class="partition">\n{partition}</div>' if partition else ""),

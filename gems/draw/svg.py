@@ -18,7 +18,8 @@ from gems.draw.compare import aligned, difference, names
 from gems.draw.mark import Mark, entries, marks
 from gems.draw.memory import Across, charts
 from gems.draw.shapes import BOLD, FLOOR, INK, SOFT, box, caption, legend, line, page, rect
-from gems.draw.units import counts_units, described, heading, scale, stages_of
+from gems.draw.units import counts_units, heading, scale, stages_of
+from gems.plans.describe import headline
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
 from gems.schedule.action import Action
@@ -88,7 +89,7 @@ def svg(
 
 
 def _header(timeline: Timeline, title: str, plan: Plan | None, below: Timeline | None) -> list[str]:
-    known = described(plan) if plan else ""
+    known = headline(plan) if plan else ""
     drawn = [caption(20, 28, title or known or "One step", 17, INK, more=BOLD)]
     if below is None:
         drawn.append(caption(WIDTH - RIGHT, 28, heading(timeline), 13, SOFT, "end"))

@@ -45,17 +45,6 @@ def heading(timeline: Timeline) -> str:
     return f"step {length} · bubble {timeline.bubble:.1%} · {timeline.clock} clock"
 
 
-def described(plan: Plan) -> str:
-    """`gems · 4 stages · 8 micro-batches`."""
-    parts = [plan.schedule, _many(plan.depth, "stage"), _many(plan.micro_batches, "micro-batch")]
-    return " · ".join(parts + ([f"{plan.data} copies"] if plan.data > 1 else []))
-
-
-def _many(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{plural if count != 1 else ''}"
-
-
 def stages_of(plan: Plan, rank: int) -> str:
     """`stage 1`, or `stages 0, 3`."""
     return listed("stage", plan.stages_on[rank])

@@ -65,7 +65,7 @@ def offloading(
     if plan.zero or plan.asynchronous:
         return
     for staged in _apart(plan, blocks) if plan.depth == 1 else (plan,):
-        if sum(staged.sizes) * staged.micro_batches > LONG:
+        if staged.forwards > LONG:
             continue
         less = replace(staged, recompute=_every_stage(staged))
         yield Choice(family, replace(staged, offload=f"activations:{place}"))
@@ -78,14 +78,14 @@ def offloading(
             both = (f"activations:{place}", f"weights:{place}")
             yield Choice(family, replace(staged, offload=both))
             yield Choice(family, replace(less, offload=both))
-        if staged.ranks == 1 and state_only:
+        if len(staged.stages_in_copy) == 1 and state_only:
             one = replace(staged, schedule="l2l", offload=f"weights:{place}")
             yield Choice("layer to layer", one)
 
 
 def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
     """A plan of one stage in several, on the same ranks."""
-    group = tuple(range(plan.ranks))
+    group = plan.spatial_group_of(0, 0)
     counts = [n for n in APART if n <= blocks] or [blocks]
     if 1.5 * counts[-1] < blocks < APART[-1]:
         counts.append(blocks)  # each by itself
@@ -99,7 +99,7 @@ def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
         )
 
 
-def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
+def streaming(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") -> Iterator[Choice]:
     """The first blocks of the model over patches of the image, one after the other: on every rank
     of its own, or on the first rank of a pipeline."""
     reach = sum(1 for _ in takewhile(lambda b: b.streams, graph.blocks))
@@ -111,13 +111,13 @@ def streaming(graph: Graph, ranks: int, micro_batches: int) -> Iterator[Choice]:
         for patches, times in _patches(graph):
             if times > reach:
                 continue
-            if p == 1:
+            if p == 1 and schedule in ("", "sequential"):
                 plan = Plan(
                     stages=times + bool(rest), ranks=1, schedule="sequential", micro_batches=m,
                     stream=(patches,) * times, data=copies,
                 )  # fmt: skip
                 yield Choice("streaming", plan)
-            elif times == 1:
+            elif p > 1 and times == 1 and schedule in ("", "1f1b"):
                 plan = Plan(stages=p, micro_batches=m, stream=(patches,), data=copies)
                 yield Choice("streaming, then pipeline", plan)
 
@@ -140,7 +140,7 @@ def sharding(choice: Choice, blocks: int) -> Iterator[Choice]:
         return
     for zero in (1, 2) if plan.bidirectional else (1, 2, 3):
         yield Choice(family, replace(plan, zero=zero))
-    for stages in UNITS if plan.ranks == plan.depth == 1 and not plan.cut else ():
+    for stages in UNITS if plan.depth == 1 and not plan.cut else ():
         if stages <= blocks:
             yield Choice(family, replace(plan, stages=stages, ranks=1, zero=3))
 

@@ -3,69 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
-from gems.geometry.grid import Grid
 from gems.planner.search import Candidate, SearchResult, largest_kind
+from gems.plans.describe import describe, offloaded, recomputes, streamed
 from gems.plans.plan import Plan
 from gems.predict.timeline import KINDS
-
-
-def describe(plan: Plan) -> str:
-    """A plan in a few words."""
-    both = " both ways" if plan.bidirectional and not plan.alternates else ""
-    copies = f"{plan.data} copies of " if plan.data > 1 else ""
-    stages = f"{plan.depth} stage" + "s" * (plan.depth > 1)
-    grids = f" ({_runs([str(grid) for grid in plan.grids])})" if plan.cut else ""
-    ranks = f"{plan.ranks} rank" + "s" * (plan.ranks > 1)
-    rest = f", recomputes {recomputed(plan)}" if less(plan) else ""
-    if plan.stream:
-        rest += f", streams {streams(plan)}"
-    if plan.zero:
-        rest += f", zero={plan.zero}"
-    if plan.offload:
-        rest += f", {' and '.join(_offloaded(plan))} offloaded"
-    on = f"{copies}{stages}{grids} on {ranks}"
-    return f"{plan.schedule}{both}, {on}, m={plan.micro_batches}{rest}"
-
-
-def _offloaded(plan: Plan) -> list[str]:
-    """What is offloaded; the optimizer always is where the weights are, so it is not listed."""
-    found = [part.partition(":")[0] for part in plan.offload]
-    return [what for what in found if what != "optimizer" or "weights" not in found]
-
-
-def streams(plan: Plan) -> str:
-    """The patches that its first stages run one after the other."""
-    words = [str(Grid(tiles=policy.patches)) for policy in plan.activations if policy.patches]
-    if len(words) > 1 and len(set(words)) == 1:
-        return f"{words[0]} in {len(words)} stages"
-    return ", ".join(words)
-
-
-def less(plan: Plan) -> bool:
-    """Whether some stage recomputes."""
-    return any(not policy.saves_all for policy in plan.activations)
-
-
-def recomputed(plan: Plan) -> str:
-    """What stages recompute, in a few words."""
-    entries = (policy.recompute for policy in plan.activations)
-    words = ["some blocks" if isinstance(entry, tuple) else entry for entry in entries]
-    found = dict.fromkeys(words)
-    if len(found) == 1:
-        return words[0]
-    return ", ".join(f"{word} on {words.count(word)}" for word in found)
-
-
-def _runs(words: list[str]) -> str:
-    """`2x2, whole, whole, whole` in fewer words: `2x2, 3 whole`."""
-    counted = [(word, len(list(run))) for word, run in groupby(words)]
-    return ", ".join(word if n == 1 else f"{n} {word}" for word, n in counted)
-
 
 COLUMNS = ("", "family", "best of it", "samples/s", "needs", "idle", "limited by")
 
@@ -96,7 +41,7 @@ def explain(found: SearchResult, samples: int = 1) -> str:
         f"{len(found.pruned)} ruled out by what they need at least"
     )
     lines = [head, table(rows.values(), COLUMNS).rstrip()]
-    if best and less(best[0].plan):
+    if best and recomputes(best[0].plan):
         lines.append(recomputing_gains(found))
     if best and best[0].plan.stream:
         lines.append(streaming_gains(found))
@@ -133,7 +78,7 @@ def streaming_gains(found: SearchResult) -> str:
     """What the best plan gains by running one patch of the image after the other."""
     best = found.best
     others = _sizes(found, lambda plan: not plan.stream)
-    text = f"streaming {streams(best.plan)}: {size(best.bytes)} are enough"
+    text = f"streaming {streamed(best.plan)}: {size(best.bytes)} are enough"
     return f"{text} where the leanest without takes {size(min(others))}" if others else text
 
 
@@ -147,7 +92,7 @@ def offloading_gains(found: SearchResult) -> str:
     best = found.best
     others = _sizes(found, lambda plan: not plan.offload)
     where = best.plan.offload[0].partition(":")[2]
-    text = f"{' and '.join(_offloaded(best.plan))} to {where}: {size(best.bytes)} are enough"
+    text = f"{' and '.join(offloaded(best.plan))} to {where}: {size(best.bytes)} are enough"
     if others and min(others) > best.bytes:
         return f"{text} where the leanest without takes {size(min(others))}"
     return f"{text}, and what fits without takes longer"
@@ -167,28 +112,15 @@ def sharding_gains(found: SearchResult) -> str:
         if (
             plan.zero == 0
             and [p.recompute for p in plan.activations] == entries
-            and _alike(plan, best.plan)
+            and plan.runs_like(best.plan)
         ):
             return f"{text} where each having it all takes {size(needs)}{more}"
     return text
 
 
-def _alike(plan: Plan, other: Plan) -> bool:
-    fields = (
-        "schedule",
-        "depth",
-        "micro_batches",
-        "data",
-        "spatial_groups",
-        "grids",
-        "bidirectional",
-    )
-    return all(getattr(plan, name) == getattr(other, name) for name in fields)
-
-
 def _twins(plan: Plan, other: Plan) -> bool:
     """Whether a plan is the other but for saving all activations, and for its partition."""
-    return _alike(plan, other) and plan.zero == other.zero and not less(plan)
+    return plan.runs_like(other) and plan.zero == other.zero and not recomputes(plan)
 
 
 def limit(candidate: Candidate, memory: float) -> str:

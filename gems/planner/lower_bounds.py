@@ -22,7 +22,7 @@ def least_bytes(plan: Plan, costs: Costs, request: Request) -> tuple[float, floa
     counts, inputs = in_flight(plan), held(plan)
     most = largest = 0.0
     stored, in_turn = bool(plan.activations[0].offload), plan.alternates
-    for on in plan.stages_on[: plan.ranks]:
+    for on in plan.stages_in_copy:
         held_bytes = {s: plan.residency[s].bytes(costs[s].weights, costs[s].gradients) for s in on}
         always = sum(x.weights + x.older + request.state * x.optimizer for x in held_bytes.values())
         lasting = {s for s in on if _lasts(plan, s)}
@@ -55,7 +55,7 @@ def resident(plan: Plan, costs: Costs, request: Request) -> float:
     """Bytes of weights, gradients and optimizer on the rank that has most, and its workspace."""
     return max(
         _state(plan, on, costs, request) + max(costs[s].workspace for s in on)
-        for on in plan.stages_on[: plan.ranks]
+        for on in plan.stages_in_copy
     )
 
 

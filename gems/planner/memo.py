@@ -36,7 +36,7 @@ class Memo:
         self.graph, self.costs, self.machine, self.request = graph, costs, machine, request
         self.check = check
         self._partitions: dict[object, tuple[int, ...]] = {}
-        self._written: dict[object, tuple[Plan, tuple[int, ...]]] = {}
+        self._written: dict[object, Plan] = {}
         self._whole: dict[tuple[int, ...], Costs] = {}  # stages as one rank bears them
         self._prices: dict[object, Costs] = {}
         self._footprints: Footprints = {}
@@ -44,32 +44,28 @@ class Memo:
     def write_out(self, plan: Plan, limit: float | None) -> tuple[Plan, tuple[int, ...]]:
         """A plan with names, edges and `recompute` written out, its stages within a `limit` of
         bytes; and the stage of every block. Of the plan given, other fields may differ."""
-        order = None
-        if limit is not None or plan.recompute == "auto":  # it depends on what is in flight
-            order = (plan.schedule, plan.micro_batches, plan.placement)
-        key = (plan.depth, plan.sizes, plan.ranks, plan.bidirectional, plan.recompute)
-        key += (plan.stream, plan.balance, plan.offload, limit, order)
-        if plan.zero and order:  # what is sharded, and over how many ranks
-            key = (*key, plan.zero, plan.data)
+        stage_of = self._partition(plan, limit)
+        key: tuple[object, ...] = (stage_of, plan.stages, plan.recompute, plan.balance)
+        if any(policy.recompute == "auto" for policy in plan.activations):  # what `fitted` reads
+            key += (plan.sizes, plan.stream, plan.residency, plan.stages_in_copy, plan.places[0])
+            key += (tuple(in_flight(plan)), plan.alternates)
         if key not in self._written:
-            stage_of = self._partition(plan, limit)
-            if self.check:
-                self.check(plan, stage_of)
-            found = fitted(
+            self._written[key] = fitted(
                 written(plan, self.graph, stage_of),
                 self.graph, self.costs, stage_of, self.request.capacity(self.machine),
                 self.request.state, self._footprints,
             )  # fmt: skip
-            self._written[key] = found, stage_of
-        return self._written[key]
+        return self._written[key], stage_of
 
     def _partition(self, plan: Plan, limit: float | None) -> tuple[int, ...]:
         counted = limit is not None or plan.balance == "memory"
         tiles = tuple(bool(grid.tiles) for grid in plan.grids)
-        key = (plan.depth, plan.sizes, tiles, plan.stream, plan.balance, limit)
+        key = (plan.stages, plan.sizes, tiles, plan.stream, plan.balance, limit)
         key += (tuple(in_flight(plan)) if counted else None,)
         if key not in self._partitions:
             found = stages(plan, self.graph, self.costs, limit, self.request.state)
+            if self.check:
+                self.check(plan, found)
             self._partitions[key] = tuple(found)
         return self._partitions[key]
 

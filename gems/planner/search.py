@@ -146,8 +146,7 @@ class Search:
         if not self.by_time or not self.fitting:
             self._try_everything(options)
         if not (self.fitting and (self.by_time or self.enough)):
-            patches = streaming(graph, request.ranks, request.micro_batches)
-            self.try_all(c for c in patches if request.schedule in ("", c.plan.schedule))
+            self.try_all(streaming(graph, request.ranks, request.micro_batches, request.schedule))
         order = slice(None, None, 1 if self.by_time else -1)
         return SearchResult(
             request,

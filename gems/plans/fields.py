@@ -115,6 +115,11 @@ class PlanFields:
         return self.micro_batches * self.data
 
     @property
+    def forwards(self) -> int:
+        """How many forwards ranks run in a step of one copy."""
+        return sum(self.sizes) * self.micro_batches
+
+    @property
     def split(self) -> bool:
         """Whether backward runs as input gradient (I) and weight gradient (W)."""
         return self.schedule in SPLIT
@@ -128,6 +133,16 @@ class PlanFields:
     def alternates(self) -> bool:
         """Whether the two directions of a rank run one after the other, as in GEMS."""
         return self.schedule in BIDIRECTIONAL
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether backward of a micro-batch is done before forward of the next begins."""
+        return self.schedule == "sequential"
+
+    @property
+    def stage_by_stage(self) -> bool:
+        """Whether all micro-batches pass a stage before any enters the next, as in L2L."""
+        return self.schedule == "l2l"
 
     @property
     def greedy(self) -> bool:

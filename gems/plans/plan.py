@@ -89,6 +89,21 @@ class Plan(PlanFields):
         """For each rank the stages whose weights it holds, each once."""
         return placement.stages_on(self.replica_groups, self.world)
 
+    @property
+    def stages_in_copy(self) -> tuple[tuple[int, ...], ...]:
+        """The same for each rank of the first copy; ranks of other copies hold what these do."""
+        return self.stages_on[: self.ranks]
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """For each data-parallel copy its first micro-batch and its first replica."""
+        return tuple((n * self.micro_batches, n * self.directions) for n in range(self.data))
+
+    @property
+    def micro_batches_in_copy(self) -> range:
+        """The micro-batches of the first copy."""
+        return range(self.micro_batches)
+
     def replica_of(self, micro_batch: int) -> int:
         """Samples go to copies in order, and to the two directions alternately."""
         copy, within = divmod(micro_batch, self.micro_batches)
@@ -113,8 +128,9 @@ class Plan(PlanFields):
         """The same if there are so many times the ranks, which hold the same stages."""
         weights, optimizer = (place_of(self.offload, what) for what in ("weights", "optimizer"))
         sharded, versions = SHARDABLE[: self.zero], 2 if self.asynchronous else 1
+        eager = self.optimizer_step == "eager"
         return tuple(
-            StateResidency(copies * len(ranks), sharded, weights, optimizer, versions)
+            StateResidency(copies * len(ranks), sharded, weights, optimizer, versions, eager)
             for ranks in self.replica_groups
         )
 
@@ -156,6 +172,16 @@ class Plan(PlanFields):
     def explain(self) -> str:
         """Why it was chosen."""
         return self.why or "this plan was written by hand; gems.plan(...) explains its choice\n"
+
+    def runs_like(self, other: Plan) -> bool:
+        """Whether both run as many stages and micro-batches on the same ranks in the same order,
+        whatever their partition, state and activations."""
+        return self._layout == other._layout
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        order = (self.schedule, self.depth, self.micro_batches, self.data, self.bidirectional)
+        return (*order, self.spatial_groups, self.grids)
 
     def one_copy(self) -> Plan:
         """This plan without its data-parallel copies."""

@@ -78,6 +78,7 @@ class StateResidency:
                        `disk`
     optimizer_offload  where the optimizer state is
     versions           of the weights at once: 2 with PipeDream-2BW
+    eager              whether its optimizer step follows its own gradients, not those of all stages
     """
 
     replicas: int = 1
@@ -85,6 +86,7 @@ class StateResidency:
     weights_offload: str = ""
     optimizer_offload: str = ""
     versions: int = 1
+    eager: bool = False
 
     @property
     def shards(self) -> int:
@@ -103,6 +105,11 @@ class StateResidency:
     @property
     def offloads(self) -> bool:
         return bool(self.weights_offload or self.optimizer_offload)
+
+    @property
+    def steps_by_stage(self) -> bool:
+        """Whether optimizer steps are taken stage by stage, not all at once."""
+        return self.eager or self.offloads
 
     @property
     def unsharded_on_demand(self) -> bool:

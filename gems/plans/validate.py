@@ -45,6 +45,15 @@ def check_sizes(plan: PlanFields) -> None:
         )
 
 
+def require_world(plan: PlanFields, world: int) -> None:
+    """Raise unless a plan is for as many ranks as were started."""
+    if plan.world != world:
+        raise PlanError(
+            f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
+            f", but {world} were started; start {plan.world}, or change the plan"
+        )
+
+
 def plan_problems(plan: PlanFields) -> Iterable[str]:
     if plan.schedule not in SCHEDULES:
         yield f"schedule {plan.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}"

@@ -30,7 +30,7 @@ from gems.schedule.action import (
     Schedule,
     parse_action,
 )
-from gems.schedule.async_window import number_of, place
+from gems.schedule.async_window import first_of, number_of, place
 from gems.schedule.dependencies import Result, dependencies, results
 from gems.schedule.machine import BEGUN, ScheduleMachine
 
@@ -94,7 +94,7 @@ def _period(run: Timeline, plan: Plan) -> Timeline:
     """One step of an asynchronous pipeline in its steady state: from when the first stage begins
     the last batch but one until it begins the last."""
     starts = {e.action: e.start for e in run.events}
-    first, last = ((BATCHES - n) * plan.micro_batches for n in (2, 1))
+    first, last = (first_of(BATCHES - n, plan) for n in (2, 1))
     stages = (s for s in range(plan.depth) if f"{s}F{first}" in starts)  # what takes any time
     if (stage := next(stages, None)) is None:
         return run

@@ -40,6 +40,11 @@ def batch_of(micro_batch: int, plan: Plan) -> int:
     return micro_batch % plan.unrolled.micro_batches // plan.micro_batches
 
 
+def first_of(batch: int, plan: Plan) -> int:
+    """The first micro-batch of a batch of an unrolled schedule."""
+    return batch * plan.micro_batches
+
+
 def number_of(micro_batch: int, plan: Plan) -> int:
     """The number of a micro-batch of an unrolled schedule in its batch, over all copies."""
     copy = micro_batch // plan.unrolled.micro_batches

@@ -53,7 +53,7 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
         )
     costs = costs or unit(plan.depth)
     one = plan.one_copy()
-    if not plan.cut or plan.schedule in (*BY_SAMPLE, "l2l"):
+    if not plan.cut or plan.schedule in BY_SAMPLE or plan.stage_by_stage:
         _fits(one)
         return _order(one, costs, memory)
     _fits(lanes := plan.lanes())

@@ -22,7 +22,7 @@ def project(order: Schedule, lanes: Plan, plan: Plan, costs: Costs) -> Schedule:
     that holds for every lane is only approximate for such a rank.
     """
     starts, _ = greedy.times(order, lanes, costs)
-    rows: list[list[Action]] = [[] for _ in range(plan.ranks)]
+    rows: list[list[Action]] = [[] for _ in plan.stages_in_copy]
     # Those that start at the same time stay in the order in which they ran: sorting is stable.
     for action in sorted(starts, key=starts.__getitem__):
         for rank in plan.spatial_group_of(action.stage, action.replica):

@@ -1,8 +1,9 @@
-"""From connecting to closing: a trainer that was closed does nothing more, and says so."""
+"""From connecting to closing: a session or trainer that was closed does nothing, and raises."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -31,7 +32,8 @@ def closable(kind: type[T]) -> type[T]:
     If the constructor raises, the other ranks are told why, and the transport that it opened is
     closed, so that another attempt starts afresh.
     """
-    for name, method in list(vars(kind).items()):
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
         if callable(method) and not name.startswith("_") and name != "close":
             setattr(kind, name, _while_open(name, method))
     setattr(kind, "__init__", _closing_on_error(kind.__init__))  # noqa: B010 (pyright's wish)
@@ -42,9 +44,10 @@ def _while_open(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if getattr(self, "closed", False):
+            kind = type(self).__name__.lower()
             raise GemsError(
-                f"{name}: this trainer was closed, and has left the other ranks; call {name} "
-                "before close, or make another trainer"
+                f"{name}: this {kind} was closed, and has left the other ranks; call {name} "
+                f"before close, or make another {kind}"
             )
         return method(self, *args, **options)
 

@@ -22,6 +22,7 @@ from gems.planner.explain import chosen, explain
 from gems.planner.request import Request
 from gems.planner.search import search
 from gems.plans.plan import Plan
+from gems.plans.validate import require_world
 from gems.schedule.action import Schedule
 from gems.torch.runtime.stage_programs import PRECISIONS
 from gems.torch.spatial.halo_costs import with_halos
@@ -119,11 +120,7 @@ def _chosen(traced: Trace, blocks: Costs, machine: Machine, request: Request) ->
 
 
 def _reject_mismatch(plan: Plan, world: int) -> None:
-    if plan.world != world:
-        raise PlanError(
-            f"this plan takes {plan.world} ranks ({plan.ranks} for each of {plan.data} copies)"
-            f", but {world} were started; start {plan.world}, or change the plan"
-        )
+    require_world(plan, world)
     if plan.zero and all(state.replicas == 1 for state in plan.residency):
         raise PlanError(
             f"zero={plan.zero} shards state over the replica group of each stage, and each stage "

@@ -74,19 +74,19 @@ def raise_in_loss(mine: gems.Trainer) -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         raise KeyError("no such label")
 
-    mine.runner.loss.function = loss
+    mine.session.runner.loss.function = loss
 
 
 def be_slow(mine: gems.Trainer) -> None:
     """Longer than the timeout: in the loss or, where there is none, between two steps."""
-    plain = mine.runner.loss.function
+    plain = mine.session.runner.loss.function
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        mine.runner.loss.function = plain
+        mine.session.runner.loss.function = plain
         time.sleep(5)
         return plain(output, target)  # type: ignore[misc]
 
-    mine.runner.loss.function = loss
+    mine.session.runner.loss.function = loss
     if mine.rank == 0:
         time.sleep(5)
 

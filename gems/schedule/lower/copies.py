@@ -11,12 +11,10 @@ from gems.schedule.action import Action, Schedule
 def copies(schedule: Schedule, plan: Plan) -> Schedule:
     """The order of one copy of the pipeline, for each of the data-parallel copies."""
 
-    def moved(action: Action, copy: int) -> Action:
+    def moved(action: Action, micro_batch: int, replica: int) -> Action:
         return replace(
-            action,
-            micro_batch=action.micro_batch + copy * plan.micro_batches,
-            replica=action.replica + copy * plan.directions,
+            action, micro_batch=action.micro_batch + micro_batch, replica=action.replica + replica
         )
 
-    rows = (tuple(moved(a, c) for a in row) for c in range(plan.data) for row in schedule.ranks)
+    rows = (tuple(moved(a, *first) for a in row) for first in plan.copies for row in schedule.ranks)
     return Schedule(tuple(rows))

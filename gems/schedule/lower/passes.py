@@ -29,6 +29,6 @@ def lower(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
 def forward_only(plan: Plan) -> Schedule:
     """Forward of every micro-batch, for prediction: each rank in the order of samples, and with l2l
     one stage after the other."""
-    order = (l2l if plan.schedule == "l2l" else sequential).order(plan.one_copy())
+    order = (l2l if plan.stage_by_stage else sequential).order(plan.one_copy())
     forward = (tuple(a for a in row if a.kind is Kind.FORWARD) for row in order.ranks)
     return unshard(communicate(copies(Schedule(tuple(forward)), plan), plan), plan)

@@ -7,10 +7,9 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:
-    samples = range(plan.micro_batches)
     rows = []
-    for stages in plan.one_copy().stages_on:
-        forward = [Action(Kind.FORWARD, s, i) for s in stages for i in samples]
+    for stages in plan.stages_in_copy:
+        forward = [Action(Kind.FORWARD, s, i) for s in stages for i in plan.micro_batches_in_copy]
         rows.append(
             (*forward, *(Action(Kind.BACKWARD, a.stage, a.micro_batch) for a in reversed(forward)))
         )

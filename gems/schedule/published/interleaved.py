@@ -14,25 +14,23 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:
-    p, m, v = plan.ranks, plan.micro_batches, plan.depth // plan.ranks
-    groups = _groups(m, p)
+    p = len(plan.stages_in_copy)
+    groups = _groups(plan.micro_batches_in_copy, p)
     rows = []
-    for r in range(p):
-        chunks = range(r, plan.depth, p)
+    for r, chunks in enumerate(plan.stages_in_copy):
         forward = [Action(Kind.FORWARD, s, i) for g in groups for s in chunks for i in g]
         backward = [Action(Kind.BACKWARD, s, i) for g in groups for s in chunks[::-1] for i in g]
-        warm_up = min(2 * (p - r - 1) + (v - 1) * len(groups[0]), m * v)
-        row = forward[:warm_up]
-        for i in range(m * v - warm_up):
-            row += [forward[warm_up + i], backward[i]]
-        row += backward[m * v - warm_up :]
-        rows.append(tuple(row))
+        warm_up = 2 * (p - r - 1) + (len(chunks) - 1) * len(groups[0])
+        row, steady = forward[:warm_up], forward[warm_up:]
+        for pair in zip(steady, backward, strict=False):
+            row += pair
+        rows.append((*row, *backward[len(steady) :]))
     return Schedule(tuple(rows))
 
 
-def _groups(m: int, p: int) -> list[range]:
+def _groups(samples: range, p: int) -> list[range]:
     """As many groups of at least p as there can be, as even as can be, the largest first."""
-    count = max(m // p, 1)
-    size, larger = divmod(m, count)
+    count = max(len(samples) // p, 1)
+    size, larger = divmod(len(samples), count)
     starts = [n * size + min(n, larger) for n in range(count + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
+    return [samples[a:b] for a, b in pairwise(starts)]

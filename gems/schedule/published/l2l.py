@@ -7,8 +7,8 @@
 
 A stage's weights are needed twice per step, however many micro-batches there are, so that they can
 be elsewhere meanwhile: two stages are here at most, the one that runs and the one that comes next.
-What crosses between stages is kept for each micro-batch, and everything inside a stage is computed
-again: `keep` is `inputs` there, also where a plan has `all`; stages may keep blocks by name.
+What crosses between stages is saved for each micro-batch, and everything inside a stage is
+recomputed: `recompute` is `always` there, also where a plan has `never`; stages may name modules.
 Gradients add up in the order of samples, as in the plain loop.
 
 With eager optimizer steps (L2L-p) a stage is updated as soon as its last backward is done.
@@ -21,7 +21,7 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:
-    stages, samples = range(plan.depth), range(plan.micro_batches)
+    stages, samples = range(plan.depth), plan.micro_batches_in_copy
     forward = [Action(Kind.FORWARD, s, i) for s in stages for i in samples]
     backward = [Action(Kind.BACKWARD, s, i) for s in reversed(stages) for i in samples]
     return Schedule(((*forward, *backward),))

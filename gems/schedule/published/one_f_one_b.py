@@ -10,13 +10,13 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:
-    p, m = plan.depth, plan.micro_batches
     rows = []
-    for s in range(p):
-        warm_up = min(p - s - 1, m)
-        row = [Action(Kind.FORWARD, s, i) for i in range(warm_up)]
-        for i in range(m - warm_up):
-            row += [Action(Kind.FORWARD, s, warm_up + i), Action(Kind.BACKWARD, s, i)]
-        row += [Action(Kind.BACKWARD, s, i) for i in range(m - warm_up, m)]
-        rows.append(tuple(row))
+    for s in range(plan.depth):
+        forward = [Action(Kind.FORWARD, s, i) for i in plan.micro_batches_in_copy]
+        backward = [Action(Kind.BACKWARD, s, i) for i in plan.micro_batches_in_copy]
+        warm_up = plan.depth - s - 1
+        row, steady = forward[:warm_up], forward[warm_up:]
+        for pair in zip(steady, backward, strict=False):
+            row += pair
+        rows.append((*row, *backward[len(steady) :]))
     return Schedule(tuple(rows))

@@ -12,8 +12,8 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:
-    rows: list[list[Action]] = [[] for _ in range(plan.ranks)]
-    for i in range(plan.micro_batches):
+    rows: list[list[Action]] = [[] for _ in plan.stages_in_copy]
+    for i in plan.micro_batches_in_copy:
         replica = plan.replica_of(i)
         forward = [Action(Kind.FORWARD, stage, i, replica) for stage in range(plan.depth)]
         backward = [Action(Kind.BACKWARD, stage, i, replica) for stage in range(plan.depth)]

@@ -15,15 +15,15 @@ from gems.schedule.action import Action, Kind, Schedule
 
 
 def order(plan: Plan) -> Schedule:
-    p, m = plan.depth, plan.micro_batches
+    p, samples = plan.depth, plan.micro_batches_in_copy
     rows = []
     for s in range(p):
-        forward = [Action(Kind.FORWARD, s, i) for i in range(m)]
-        weight = [Action(Kind.WEIGHT, s, i) for i in range(m)]
-        row, ahead, done = forward[: p - s], min(p - s, m), 0
-        for i in range(m):
+        forward = [Action(Kind.FORWARD, s, i) for i in samples]
+        weight = [Action(Kind.WEIGHT, s, i) for i in samples]
+        row, ahead, done = forward[: p - s], p - s, 0
+        for i in samples:
             row.append(Action(Kind.INPUT, s, i))
-            if ahead < m:
+            if ahead < len(forward):
                 waiting = i + 1 - done
                 if waiting > s:
                     row.append(weight[done])

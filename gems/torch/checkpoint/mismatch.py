@@ -10,9 +10,10 @@ import torch
 
 from gems.errors import CheckpointError, problems
 from gems.torch.checkpoint.manifest import TensorEntry
-from gems.torch.checkpoint.training_state import TrainingState
+from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of
 from gems.torch.state.optimizer_state import type_name
+from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.transport.encoding import sendable
 
 Tensor = torch.Tensor
@@ -76,25 +77,35 @@ def _form(tensor: Tensor | TensorEntry) -> str:
 
 def _of_training(trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors) -> list[str]:
     """A trainer without an optimizer only predicts: it loads the weights of any checkpoint."""
-    if trainer.optimizer is None:
+    if not trainer.optimizers:
         return []
+    every = saved_optimizers(plain) or [plain]
+    if len(every) != len(trainer.optimizers):
+        return [
+            f"there are {len(every)} optimizers in the checkpoint, {len(trainer.optimizers)} here"
+        ]
     found = []
-    for what, mine in (("optimizer", trainer.optimizer), ("scheduler", trainer.scheduler)):
-        here, there = mine and type_name(mine), plain[what] and plain[what]["kind"]
-        if here != there:
-            found.append(
-                f"the {what} is {there or 'absent'} in the checkpoint, {here or 'absent'} "
-                "in the trainer"
-            )
-    return found or _of_groups(trainer, plain["names"], tensors)
+    for own, saved in zip(trainer.optimizers, every, strict=True):
+        for what, mine in (("optimizer", own.optimizer), ("scheduler", own.scheduler)):
+            here, there = mine and type_name(mine), saved[what] and saved[what]["kind"]
+            if here != there:
+                found.append(
+                    f"the {what} is {there or 'absent'} in the checkpoint, {here or 'absent'} "
+                    "in the trainer"
+                )
+    pairs = zip(trainer.optimizers, every, strict=True)
+    return found or [
+        why for own, saved in pairs for why in _of_groups(trainer, own, saved["names"], tensors)
+    ]
 
 
-def _of_groups(trainer: TrainingState, saved: list[list[str]], tensors: Tensors) -> list[str]:
-    assert trainer.optimizer is not None
-    groups = trainer.optimizer.param_groups
+def _of_groups(
+    trainer: TrainingState, own: RankOptimizer, saved: list[list[str]], tensors: Tensors
+) -> list[str]:
+    groups = own.optimizer.param_groups
     if len(groups) != len(saved):
         return [f"the optimizer has {len(saved)} groups in the checkpoint, {len(groups)} here"]
-    name_of = {id(p): name for name, p in trainer._stepped().items()}
+    name_of = {id(p): name for name, p in trainer.weights.stepped().items()}
     group_of = {name: i for i, names in enumerate(saved) for name in names}
     return [
         f"{name} is in group {i} of the optimizer here, in group {group_of.get(name, 'none')} in "

@@ -12,10 +12,11 @@ import torch
 from gems.torch.checkpoint.json_values import decode, references
 from gems.torch.checkpoint.manifest import TensorEntry
 from gems.torch.checkpoint.rng_state import restore_rng
-from gems.torch.checkpoint.training_state import TrainingState
+from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import loadable, weights_of
 from gems.torch.state.full_state_dict import set_extra_state
 from gems.torch.state.optimizer_state import NamedState, load_named_state, load_param_state
+from gems.torch.state.optimizer_step import StageOptimizer
 from gems.torch.state.sharded_optimizer import shard_state
 
 log = logging.getLogger(__name__)
@@ -55,19 +56,25 @@ def load_plan(
 
 def _offloaded(trainer: TrainingState) -> dict[int, set[str]]:
     """For each stage with a host copy or offloaded optimizer state, the names of its weights."""
-    shards, steps = trainer.weights.shards, trainer.stage_optimizer
+    shards, steps = trainer.weights.shards, _by_stage(trainer)
     found = {s: set(shard.parameters) for s, shard in shards.items() if shard.has_host_copy}
     if steps is not None and steps.offloaded is not None:
-        stepped = {id(p): name for name, p in trainer._stepped().items()}
+        stepped = {id(p): name for name, p in trainer.weights.stepped().items()}
         for stage, parameters in steps.parameters.items():
             if stage not in shards:
                 found[stage] = {stepped[id(p)] for p in parameters}
     return found
 
 
+def _by_stage(trainer: TrainingState) -> StageOptimizer | None:
+    """A single optimizer may be stepped stage by stage."""
+    return trainer.optimizers[0].by_stage if trainer.optimizers else None
+
+
 def _training_keys(trainer: TrainingState, plain: Plain, names: set[str]) -> Iterable[str]:
-    yield from references(plain["optimizer"])
-    yield from references(plain["scheduler"])
+    for saved in saved_optimizers(plain):
+        yield from references(saved["optimizer"])
+        yield from references(saved["scheduler"])
     yield from references(own_random(trainer, plain))
     yield from references(list(_own_gradients(trainer, plain).values()))
     for name in names:
@@ -115,17 +122,17 @@ def restore(trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tenso
             if name not in plan.offloaded:
                 weights[name].copy_(tensors[key])
     for label, value in plain["modules"].items():
-        if label in trainer.extra_state_owners:
+        if label in trainer.part.extra_state_owners:
             set_extra_state(trainer.model, label, decode(value, tensors))
     if plan.training:
         _restore_training(trainer, plain, plan, tensors)
     if trainer.async_pipeline is not None:
         saved = _saved_older(trainer, plain) if plan.training else {}
-        parameters, loaded = dict(trainer._named_parameters()), set(plan.weights.values())
+        parameters, loaded = trainer.weights.named_parameters(), set(plan.weights.values())
         trainer.async_pipeline.resume(
             {parameters[n]: decode(x, tensors) for n, x in saved.items() if n in loaded}
         )
-    if plan.training or trainer.optimizer is None:
+    if plan.training or not trainer.optimizers:
         trainer.steps = plain["steps"]
     return decode(plain["extra"], tensors)
 
@@ -134,7 +141,7 @@ def restore_stage(
     trainer: TrainingState, plain: Plain, plan: LoadPlan, stage: int, tensors: Tensors
 ) -> None:
     """Load what is offloaded of one stage, after all the rest."""
-    parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
+    parameters, stepped = trainer.weights.named_parameters(), trainer.weights.stepped()
     shard = trainer.weights.shards.get(stage)
     for key, name in plan.weights.items():
         if key not in tensors:
@@ -142,22 +149,23 @@ def restore_stage(
         trainer.weights.put(name, tensors[key])
         saved = plain["state"].get(name) if plan.training and name in stepped else None
         if saved is not None:
-            assert trainer.optimizer is not None
+            (own,) = trainer.optimizers
             state, exact = decode(saved, tensors), tensors[key].dtype == parameters[name].dtype
             if shard is not None:
                 state = shard_state(state, parameters[name], shard.param_shards[name])
-            load_param_state(trainer.optimizer, stepped[name], state, exact=exact)
-    if trainer.stage_optimizer is not None and plan.training:
-        trainer.stage_optimizer.offload(stage)
+            load_param_state(own.optimizer, stepped[name], state, exact=exact)
+    if plan.training and (steps := _by_stage(trainer)) is not None:
+        steps.offload(stage)
 
 
 def _restore_training(
     trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tensors
 ) -> None:
-    _restore_optimizer(trainer, plain, plan, tensors)
-    if trainer.scheduler is not None:
-        trainer.scheduler.load_state_dict(decode(plain["scheduler"]["state"], tensors))
-    parameters, loaded = dict(trainer._named_parameters()), set(plan.weights.values())
+    _restore_optimizers(trainer, plain, plan, tensors)
+    for own, saved in zip(trainer.optimizers, saved_optimizers(plain), strict=True):
+        if own.scheduler is not None:
+            own.scheduler.load_state_dict(decode(saved["scheduler"]["state"], tensors))
+    parameters, loaded = trainer.weights.named_parameters(), set(plan.weights.values())
     for name, gradients in _own_gradients(trainer, plain).items():
         if name in loaded and gradients:
             found = [decode(x, tensors) for x in gradients]
@@ -173,11 +181,10 @@ def _restore_training(
     restore_rng(decode(own_random(trainer, plain), tensors), trainer.device)
 
 
-def _restore_optimizer(
+def _restore_optimizers(
     trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tensors
 ) -> None:
-    assert trainer.optimizer is not None
-    parameters, stepped = dict(trainer._named_parameters()), trainer._stepped()
+    parameters, stepped = trainer.weights.named_parameters(), trainer.weights.stepped()
     here = set(plan.weights.values()) - plan.offloaded
     state = {n: decode(x, tensors) for n, x in plain["state"].items() if n in here}
     exact = {
@@ -190,10 +197,12 @@ def _restore_optimizer(
             whole, piece = state.pop(name), shard.param_shards.get(name)
             if piece is not None:
                 state[name] = shard_state(whole, parameters[name], piece)
-    saved = plain["optimizer"]
-    groups, rest = decode(saved["groups"], tensors), decode(saved["rest"], tensors)
-    named = NamedState(groups, plain["names"], state, rest)
-    load_named_state(trainer.optimizer, stepped, named, exact)
-    if trainer.stage_optimizer is not None:
-        trainer.stage_optimizer.reset()
-    trainer.optimizer.zero_grad(set_to_none=True)
+    for own, saved in zip(trainer.optimizers, saved_optimizers(plain), strict=True):
+        options, mine = saved["optimizer"], {id(p) for p in own.parameters}
+        groups, rest = decode(options["groups"], tensors), decode(options["rest"], tensors)
+        named = NamedState(groups, saved["names"], state, rest)
+        held = {name for name in exact if id(stepped[name]) in mine}
+        load_named_state(own.optimizer, stepped, named, held)
+        if own.by_stage is not None:
+            own.by_stage.reset()
+        own.optimizer.zero_grad(set_to_none=True)

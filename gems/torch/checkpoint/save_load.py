@@ -43,7 +43,12 @@ from gems.torch.checkpoint.mismatch import Mismatch, merged, mismatch
 from gems.torch.checkpoint.restore import load_plan, own_random, restore, restore_stage
 from gems.torch.checkpoint.snapshot import take
 from gems.torch.checkpoint.training_state import TrainingState
-from gems.torch.checkpoint.validate import validate_random, validate_state, validate_training
+from gems.torch.checkpoint.validate import (
+    validate_options,
+    validate_random,
+    validate_state,
+    validate_training,
+)
 from gems.version import __version__
 
 log = logging.getLogger(__name__)
@@ -160,16 +165,17 @@ def load(trainer: TrainingState, path: str | Path, strict: bool = True) -> Any:
         nonlocal plain
         plain = state_in(path, manifest.tensors)
         found = mismatch(trainer, plain, manifest.tensors)
-        if trainer.optimizer is not None and not found.training:
+        if trainer.optimizers and not found.training:
             validate_training(trainer, plain, manifest.tensors)
         return found
 
     def fetched() -> None:
         nonlocal plan, tensors
-        training = trainer.optimizer is not None and not found.training
+        training = bool(trainer.optimizers) and not found.training
         plan = load_plan(trainer, plain, manifest.tensors, training=training)
         tensors = read(path, manifest, sorted(plan.keys))
         if training:
+            validate_options(plain, tensors)
             validate_random(decode(own_random(trainer, plain), tensors), trainer.device)
 
     def restored() -> None:

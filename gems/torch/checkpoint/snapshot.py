@@ -27,11 +27,12 @@ from gems.errors import CheckpointError
 from gems.torch.agree import together
 from gems.torch.checkpoint.json_values import encode, same
 from gems.torch.checkpoint.rng_state import rng_states
-from gems.torch.checkpoint.training_state import TrainingState
+from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of, writers
 from gems.torch.offload.optimizer import OffloadedState
-from gems.torch.state.optimizer_state import named_state, type_name
+from gems.torch.state.optimizer_state import NamedState, named_state, type_name
 from gems.torch.state.param_shards import StageShard
+from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.sharded_optimizer import full_state
 from gems.torch.state.sparse_gradients import dense
 from gems.torch.tensors.released import form_of
@@ -69,11 +70,10 @@ def take(trainer: TrainingState, extra: Any) -> Snapshot:
                 f"the optimizer of rank {rank} has other groups or options than rank 0's; all "
                 "ranks must make the same groups, even if some are empty, and change options alike"
             )
-    names = zip(*(part["names"] for part in parts), strict=True)
-    taken.plain = {
-        **parts[0]["shared"],
-        "names": [sorted(set().union(*each)) for each in names],
-    } | {
+    for number, saved in enumerate(saved_optimizers(parts[0]["shared"])):
+        groups = zip(*(part["names"][number] for part in parts), strict=True)
+        saved["names"] = [sorted(set().union(*each)) for each in groups]
+    taken.plain = parts[0]["shared"] | {
         section: {key: x for part in parts for key, x in part[section].items()}
         for section in ("state", "gradients", "older", "modules")
     }
@@ -82,7 +82,9 @@ def take(trainer: TrainingState, extra: Any) -> Snapshot:
 
 
 def _offloaded_state(trainer: TrainingState) -> OffloadedState | None:
-    return trainer.stage_optimizer and trainer.stage_optimizer.offloaded
+    """Only a single optimizer is stepped stage by stage, and may have offloaded state."""
+    steps = trainer.optimizers[0].by_stage if trainer.optimizers else None
+    return steps and steps.offloaded
 
 
 def _sharded(trainer: TrainingState) -> list[StageShard]:
@@ -91,12 +93,18 @@ def _sharded(trainer: TrainingState) -> list[StageShard]:
 
 def _full_state(trainer: TrainingState) -> dict[str, Any]:
     """The optimizer state of sharded parameters, of those that this rank writes."""
-    if trainer.optimizer is None or not trainer.plan.residency[0].sharded:
+    if not trainer.plan.residency[0].sharded:
         return {}
     mine = {name for name, rank in writers(trainer).items() if rank == trainer.rank}
     states = _offloaded_state(trainer)
     present = states.present if states else lambda x: x
-    return full_state(trainer.optimizer, _sharded(trainer), trainer.transport, mine, present)
+    return {
+        name: state
+        for own in trainer.optimizers
+        for name, state in full_state(
+            own.optimizer, _sharded(trainer), trainer.transport, mine, present
+        ).items()
+    }
 
 
 def _own_part(
@@ -109,7 +117,7 @@ def _own_part(
     part: dict[str, Any] = {
         "state": {},
         "names": [],
-        "options": None,
+        "options": [],
         "gradients": _gradients(trainer, tensors),
         "older": {
             name: encode(x, f"older.{name}", tensors)
@@ -120,23 +128,46 @@ def _own_part(
         "random": rng_states(trainer.device),
         "shared": _shared(trainer, extra if rank == 0 else None, shared),
     }
-    if trainer.optimizer is not None:
-        named = named_state(trainer.optimizer, trainer._stepped())
-        sharded = {name for shard in _sharded(trainer) for name in shard.param_shards}
-        states = {n: x for n, x in named.state.items() if n not in sharded} | dict(full)
-        part["names"] = named.names
-        part["options"] = encode(named.groups, "shared.groups", shared)
-        part["shared"]["optimizer"] = {
-            "kind": type_name(trainer.optimizer),
-            "groups": part["options"],
-            "rest": encode(named.rest, "shared.optimizer", shared),
-        }
-        part["state"] = {
+    sharded = {name for shard in _sharded(trainer) for name in shard.param_shards}
+    for number, own in enumerate(trainer.optimizers):
+        named = named_state(own.optimizer, trainer.weights.stepped())
+        saved = _optimizer(own, named, f"shared.{number or ''}".rstrip("."), shared)
+        part["names"].append(named.names)
+        part["options"].append(saved["optimizer"]["groups"])
+        if number:
+            part["shared"].setdefault("others", []).append(saved)
+        else:
+            part["shared"] |= saved
+        part["state"] |= {
             name: encode(_forms(x), f"optimizer.{name}", tensors)
-            for name, x in states.items()
-            if name in mine
+            for name, x in named.state.items()
+            if name in mine and name not in sharded
         }
+    part["state"] |= {
+        name: encode(_forms(x), f"optimizer.{name}", tensors)
+        for name, x in full.items()
+        if name in mine
+    }
     return part
+
+
+def _optimizer(
+    own: RankOptimizer, named: NamedState, at: str, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """What all ranks have of an optimizer and its scheduler; tensors get keys that begin so."""
+    scheduler = own.scheduler
+    return {
+        "optimizer": {
+            "kind": type_name(own.optimizer),
+            "groups": encode(named.groups, f"{at}.groups", tensors),
+            "rest": encode(named.rest, f"{at}.optimizer", tensors),
+        },
+        "scheduler": scheduler
+        and {
+            "kind": type_name(scheduler),
+            "state": encode(scheduler.state_dict(), f"{at}.scheduler", tensors),
+        },
+    }
 
 
 def _take_weights(trainer: TrainingState, taken: Snapshot, mine: set[str]) -> None:
@@ -158,7 +189,7 @@ def _forms(state: Any) -> Any:
 
 
 def _shared(trainer: TrainingState, extra: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    scheduler, scale = trainer.scheduler, trainer.scale
+    scale = trainer.scale
     return {
         "steps": trainer.steps,
         "window": trainer.window,
@@ -168,11 +199,8 @@ def _shared(trainer: TrainingState, extra: Any, tensors: dict[str, Tensor]) -> d
         "world": trainer.transport.world,
         "scale": scale and {"value": scale.value, "good": scale.good},
         "optimizer": None,
-        "scheduler": scheduler
-        and {
-            "kind": type_name(scheduler),
-            "state": encode(scheduler.state_dict(), "shared.scheduler", tensors),
-        },
+        "scheduler": None,
+        "names": [],
         "extra": encode(extra, "shared.extra", tensors),
     }
 
@@ -182,7 +210,7 @@ def _gradients(trainer: TrainingState, tensors: dict[str, Tensor]) -> dict[str, 
     found: dict[str, Any] = {}
     if not trainer.window:
         return found
-    for name, p in trainer._named_parameters():
+    for name, p in trainer.weights.named_parameters().items():
         if p.grad is not None:
             key = f"{name}/{trainer.owned.replica_groups[name].index(trainer.rank)}"
             found[key] = encode(dense(p.grad), f"gradients.{key}", tensors)
@@ -194,11 +222,13 @@ def _older(trainer: TrainingState) -> dict[str, Tensor]:
     if trainer.async_pipeline is None:
         return {}
     older = trainer.async_pipeline.batches.versions.older()
-    return {name: older[p] for name, p in trainer._named_parameters() if p in older}
+    return {name: older[p] for name, p in trainer.weights.named_parameters().items() if p in older}
 
 
 def _modules(trainer: TrainingState, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    mine = [label for label, rank in trainer.extra_state_owners.items() if rank == trainer.rank]
+    mine = [
+        label for label, rank in trainer.part.extra_state_owners.items() if rank == trainer.rank
+    ]
     state = trainer.model.state_dict(keep_vars=True) if mine else {}
     return {label: encode(state[label], f"modules.{label}", tensors) for label in mine}
 

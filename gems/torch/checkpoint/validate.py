@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from gems.errors import CheckpointError, problems, short
 from gems.torch.checkpoint.json_values import DECODE, references
 from gems.torch.checkpoint.manifest import DTYPES, REMEDY, TensorEntry
 from gems.torch.checkpoint.rng_state import validate_rng
-from gems.torch.checkpoint.training_state import TrainingState
+from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import loadable, weights_of
 from gems.torch.state.sharded_optimizer import ELEMENTWISE
 
@@ -41,15 +42,16 @@ def validate_state(plain: Any, tensors: Tensors) -> None:
     missing = [f"state.json has no {name}" for name in FIELDS if name not in plain]
     wrong = [
         f"{name} of state.json is {short(repr(plain[name]), 60)}"
-        for name, fits in {**FIELDS, "older": _is_object}.items()
+        for name, fits in {**FIELDS, **OPTIONAL}.items()
         if name in plain and not fits(plain[name])
     ]
     _reject(missing + wrong)
-    groups = plain["optimizer"]["groups"] if plain["optimizer"] else []
-    if len(plain["names"]) != len(groups):
-        wrong.append(
-            f"{len(plain['names'])} lists of names for {len(groups)} groups of the optimizer"
-        )
+    for saved in saved_optimizers(plain) or [plain]:
+        groups = saved["optimizer"]["groups"] if saved["optimizer"] else []
+        if len(saved["names"]) != len(groups):
+            wrong.append(
+                f"{len(saved['names'])} lists of names for {len(groups)} groups of the optimizer"
+            )
     if plain["window"] and not 0 < plain["first"] <= plain["window"]:
         wrong.append(f"first is {plain['first']} of a window of {plain['window']} samples")
     lost = [x for x in references(plain) if not isinstance(x, str) or x not in tensors]
@@ -95,6 +97,18 @@ def _is_scheduler(x: Any) -> bool:
     return fields and isinstance(x["kind"], str) and isinstance(x["state"], dict)
 
 
+def _are_others(x: Any) -> bool:
+    """Optimizers besides the first, each with its scheduler and the names of its weights."""
+    fields = ("optimizer", "scheduler", "names")
+    return isinstance(x, list) and all(
+        isinstance(one, dict)
+        and set(one) == set(fields)
+        and one["optimizer"] is not None
+        and all(FIELDS[name](one[name]) for name in fields)
+        for one in x
+    )
+
+
 def _is_scale(x: Any) -> bool:
     if x is None:
         return True
@@ -128,6 +142,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "random": _is_random,
     "extra": lambda x: True,
 }
+OPTIONAL: dict[str, Callable[[Any], bool]] = {"older": _is_object, "others": _are_others}
 
 
 def _undecodable(spelled: Any, at: str) -> Iterator[str]:
@@ -169,27 +184,22 @@ def _is_key(x: Any) -> bool:
 
 def validate_training(trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors) -> None:
     """Raise unless options, states and gradients are like those that this trainer has."""
-    _reject(
-        [
-            *_wrong_groups(trainer, plain, tensors),
-            *_wrong_scheduler(trainer, plain, tensors),
-            *_wrong_states(trainer, plain, tensors),
-        ]
-    )
+    wrong = list(_wrong_states(trainer, plain, tensors))
+    for own, saved in zip(trainer.optimizers, saved_optimizers(plain), strict=True):
+        wrong += _wrong_groups(own.optimizer, saved["optimizer"]["groups"], tensors)
+        if own.scheduler is not None:
+            wrong += _wrong_scheduler(own.scheduler, saved["scheduler"]["state"], tensors)
+    _reject(wrong)
 
 
-def _wrong_groups(
-    trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors
-) -> Iterator[str]:
-    assert trainer.optimizer is not None
-    held, saved = trainer.optimizer.param_groups, plain["optimizer"]["groups"]
-    for i, (here, there) in enumerate(zip(held, saved, strict=True)):
+def _wrong_groups(optimizer: Optimizer, saved: list[Any], tensors: Tensors) -> Iterator[str]:
+    for i, (here, there) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for name, value in here.items():
             if name in ("params", "param_names"):
                 continue
-            value = trainer.optimizer.defaults.get(name, value)  # as it was before any load
+            value = optimizer.defaults.get(name, value)  # as it was before any load
             if name not in there:
-                if name in trainer.optimizer.defaults and type(value) in (int, float):
+                if name in optimizer.defaults and type(value) in (int, float):
                     yield f"group {i} of the optimizer has no {name}"
             elif not _alike(value, there[name], tensors, finite=True):
                 yield f"{name} of group {i} of the optimizer is {short(repr(there[name]), 60)}"
@@ -197,13 +207,9 @@ def _wrong_groups(
             yield f"group {i} of the optimizer lists parameters"
 
 
-def _wrong_scheduler(
-    trainer: TrainingState, plain: Mapping[str, Any], tensors: Tensors
-) -> Iterator[str]:
-    if (scheduler := trainer.scheduler) is None:
-        return
+def _wrong_scheduler(scheduler: Any, saved: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
     here = scheduler.state_dict()
-    for name, value in plain["scheduler"]["state"].items():
+    for name, value in saved.items():
         if name in here:
             if not _alike(here[name], value, tensors, finite=False):
                 yield f"{name} of the scheduler is {short(repr(value), 60)}"
@@ -244,13 +250,15 @@ def _wrong_states(
     """Optimizer state, gradients and older weights that are not like the weights they belong to."""
     every = weights_of(trainer)
     weights = {name: every[name] for name in loadable(trainer, tensors).values()}
-    if plain["optimizer"]["kind"] in {kind.__name__ for kind in ELEMENTWISE}:  # others may differ
-        for name, state in plain["state"].items():
-            for key, x in state.items() if name in weights else ():
-                number = _is_number(x) or x is None or isinstance(x, bool)
-                alone = _shape(x, tensors) in ((), (1,))
-                if not number and not alone and not _fits(x, weights[name], tensors):
-                    yield f"the optimizer's {short(key, 60)} of {name} does not fit it"
+    elementwise = {kind.__name__ for kind in ELEMENTWISE}  # the state of others may differ
+    others = [x for x in saved_optimizers(plain) if x["optimizer"]["kind"] not in elementwise]
+    free = {name for saved in others for names in saved["names"] for name in names}
+    for name, state in plain["state"].items():
+        for key, x in state.items() if name in weights and name not in free else ():
+            number = _is_number(x) or x is None or isinstance(x, bool)
+            alone = _shape(x, tensors) in ((), (1,))
+            if not number and not alone and not _fits(x, weights[name], tensors):
+                yield f"the optimizer's {short(key, 60)} of {name} does not fit it"
     parts = {key: (key.rpartition("/")[0], x) for key, x in plain["gradients"].items()}
     parts |= {f"older {name}": (name, x) for name, x in plain.get("older", {}).items()}
     for key, (name, x) in parts.items():
@@ -272,6 +280,17 @@ def _shape(spelled: Any, tensors: Tensors) -> tuple[int, ...] | None:
     if isinstance(spelled, dict) and list(spelled) == ["$tensor"]:
         return tensors[spelled["$tensor"]].shape
     return None
+
+
+def validate_options(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless all hyper-parameters that are held in tensors are finite, once these are
+    read."""
+    for saved in saved_optimizers(plain):
+        for i, group in enumerate(saved["optimizer"]["groups"]):
+            for name, value in group.items():
+                found = [tensors[key] for key in references(value)]
+                if not all(bool(torch.isfinite(x).all()) for x in found):
+                    _reject([f"{name} of group {i} of the optimizer is not a finite number"])
 
 
 def validate_random(states: Any, device: torch.device) -> None:

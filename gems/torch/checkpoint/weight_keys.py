@@ -15,8 +15,10 @@ Tensor = torch.Tensor
 
 def model_keys(trainer: TrainingState) -> dict[str, str]:
     """`model.<label>` for each weight of the plain state dict, with the weight's first name."""
-    labels, extra = trainer.model.state_dict(keep_vars=True), trainer.extra_state_owners
-    return {f"model.{label}": trainer.first_name[label] for label in labels if label not in extra}
+    labels, extra = trainer.model.state_dict(keep_vars=True), trainer.part.extra_state_owners
+    return {
+        f"model.{label}": trainer.part.first_name[label] for label in labels if label not in extra
+    }
 
 
 def buffer_keys(trainer: TrainingState) -> dict[str, str]:

@@ -48,7 +48,7 @@ def _elsewhere(model: PartitionedModel, owned: Ownership, sharded: bool) -> Iter
 def _changed_parameters(model: PartitionedModel, sharded: Collection[int]) -> Iterator[str]:
     plan = model.plan
     for stage in range(plan.depth):
-        alone = plan.schedule == "sequential" or plan.total == 1
+        alone = plan.one_by_one or plan.total == 1
         fits = alone and stage not in sharded and plan.activations[stage].saves_all
         for call in model.calls(stage) if not fits else ():
             for name in call.touches:

@@ -46,7 +46,7 @@ class RankWeights:
         self.by_name = {name: tensor for name, tensor in named.items() if name in self.held}
         self.parameters_here = [t for t in self.by_name.values() if isinstance(t, nn.Parameter)]
         self.stores = [] if host is None else [host]  # of weights and of the optimizer's state
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.needs_norm = False
         self.accumulated: set[int] = set()  # parameters trained since the last optimizer step
         self.accumulation_over = True
@@ -81,6 +81,27 @@ class RankWeights:
             self.accumulated.clear()
         self.accumulation_over = update
         self.accumulated.update(id(p) for p in self.parameters_here if p.requires_grad)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All that this rank has, of the model and of a loss with parameters."""
+        return {n: t for n, t in self.by_name.items() if isinstance(t, nn.Parameter)}
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """What optimizers step on this rank: parameters, or the shards of them that it owns."""
+        shards = self.shards.values()
+        sharded = {name for shard in shards for name in shard.parameters}
+        alone = {n: p for n, p in self.named_parameters().items() if n not in sharded}
+        return alone | {n: x.param for shard in shards for n, x in shard.param_shards.items()}
+
+    def clear_gradients(self) -> None:
+        for p in (*self.parameters_here, *self.stepped().values()):
+            p.grad = None
+        for shard in self.shards.values():
+            shard.clear_grads()
+
+    def release_leaked_views(self) -> None:
+        for shard in self.shards.values():
+            shard.release_leaked_views()
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """The trainable parameters that this stage alone uses, in the same order on every rank."""
@@ -177,9 +198,9 @@ class RankWeights:
         return Memory(weights=weights, gradients=gradients, optimizer=here, offloaded=away)
 
     def optimizer_state(self) -> list[Tensor]:
-        """The tensors of the optimizer's state, wherever they are stored."""
+        """The tensors of the optimizers' state, wherever they are stored."""
         # Lists: a concurrent optimizer step may be adding entries.
-        state = list(self.optimizer.state.values()) if self.optimizer else ()
+        state = [entry for own in self.optimizers for entry in list(own.state.values())]
         return [x for entry in state for x in list(entry.values()) if isinstance(x, Tensor)]
 
 

@@ -1,0 +1,349 @@
+"""A model whose stages are on the ranks of a plan: what it predicts, and its weights as a whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gems import hardware as machines
+from gems.engine.executor import Engine
+from gems.errors import GemsError, PlanError, ShapeError
+from gems.model.costs import Costs
+from gems.plans.plan import Plan
+from gems.predict.simulate import simulate
+from gems.predict.timeline import Timeline, merged
+from gems.schedule.action import Schedule
+from gems.schedule.lower.passes import forward_only
+from gems.torch import fingerprint
+from gems.torch.agree import together
+from gems.torch.checkpoint.weight_files import write_weights
+from gems.torch.consensus import attempt
+from gems.torch.handshake import Handshake
+from gems.torch.interrupt import Interrupt
+from gems.torch.launch import device_for
+from gems.torch.lifetime import connected
+from gems.torch.offload.malloc import mmap_large, trim
+from gems.torch.rank_model import RankModel
+from gems.torch.runtime.adapter import OneBatch, TorchAdapter
+from gems.torch.runtime.begin_step import begin_step
+from gems.torch.runtime.loss_parameters import whole_loss_state
+from gems.torch.runtime.microbatch import Batch, tensors
+from gems.torch.runtime.microbatch_loss import Loss
+from gems.torch.runtime.outputs import collect
+from gems.torch.runtime.regularizer import Regularizer
+from gems.torch.runtime.stage_programs import PRECISIONS
+from gems.torch.runtime.step_state import StepState
+from gems.torch.setup import Surroundings, set_up
+from gems.torch.state.deferred_init import Initialize
+from gems.torch.state.full_state_dict import full_state_dict, load_full_state_dict
+from gems.torch.state.rank_optimizer import RankOptimizer
+from gems.torch.state.rank_weights import size
+from gems.torch.tracing.trace import as_module
+from gems.transport.protocol import Transport
+
+Own = TypeVar("Own", bound="DistributedModel")
+
+
+class DistributedModel:
+    """The part of `Session` that needs no gradients. The arguments are Session's."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        loss: Loss | None = None,
+        sample: Any = None,
+        plan: Plan | str | Path = "auto",
+        *,
+        memory: str | float | None = None,
+        costs: str | Costs = "auto",
+        machine: str | Path | machines.Machine = "cpu",
+        schedule: Schedule | None = None,
+        precision: str = "fp32",
+        clip: float | None = None,
+        seed: int = 0,
+        initialize: Initialize | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+        transport: Transport | None = None,
+        interrupt: Interrupt | None = None,
+        offload_folder: str | Path | None = None,
+        batch_dim: Any = None,
+        timeout: float | None = None,
+        regularizer: Regularizer | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.transport = connected(transport, backend, timeout)
+        self.rank = self.transport.rank
+        self.device = torch.device(device) if device is not None else device_for(self.transport)
+        self.loss, self.clip, self.seed, self.precision = loss, clip, seed, precision
+        self.memory = None if memory is None else machines.bytes_of(memory)
+        described = isinstance(machine, machines.Machine)
+        self.machine = machine if described else machines.machine(machine)
+        self.offload_folder, self.batch_dim = offload_folder, batch_dim
+        self.interrupt, self.regularizer = interrupt, regularizer
+        self.optimizers: list[RankOptimizer] = []
+        self.settings = dict(settings or {})
+        self.steps = 0  # batches so far
+        self.window = 0  # samples of the gradients that are accumulated
+        self.first = 0  # those of the first batch of them
+        self.updates = True  # whether an optimizer step follows the last batch
+        self.closed = False
+        self.measured: Timeline | None = None  # of the last step or prediction, on this rank
+        self.failed: BaseException | None = None  # what left this session unusable
+
+        def prepare() -> None:
+            self._prepare(model, sample, plan, costs, schedule, initialize)
+            self._prepare_training()
+
+        attempt(self.transport, prepare)
+
+    # --- setting up -----------------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        sample: Any,
+        plan: Plan | str | Path,
+        costs: str | Costs,
+        schedule: Schedule | None,
+        initialize: Initialize | None,
+    ) -> None:
+        """Record, plan, schedule, keep what is ours. All ranks must come to the same."""
+        _check_options(self, sample)
+        self.model, leaves = as_module(model)
+        where = Surroundings(self.transport, self.device, self.machine, self.memory, self.precision)
+        found = set_up(self.model, leaves, sample, plan, costs, schedule, where)
+        self.plan, self.costs, self.schedule = found.plan, found.costs, found.schedule
+        same_model = fingerprint.of_model(found.traced, self.model)
+        state, saved = self.plan.residency[0], self.plan.activations[0]
+        self.on_disk = "disk" in (saved.offload, state.weights_offload, state.optimizer_offload)
+        if plan != "auto":
+            _reject_folder(self.offload_folder, self.on_disk)
+        _reject_eager(self)
+        if self.on_disk:
+            mmap_large()
+        self.part = RankModel(
+            self.model,
+            self.loss,
+            found,
+            where,
+            seed=self.seed,
+            initialize=initialize,
+            offload_folder=self.offload_folder,
+        )
+        self.owned, self.loss_weights = self.part.owned, self.part.loss_weights
+        self.handshake = Handshake(self)
+        self.handshake.start(same_model, sample)
+        self.part.connect(self.regularizer)
+        self.runner = self.part.runner
+        self.weights = self.runner.weights
+        self.batches = OneBatch()
+        self.adapter = TorchAdapter(self.runner, self.batches)
+        only = forward_only(self.plan)
+        self.predictor = Engine(self.plan, only, self.adapter, self.transport)
+        if self.on_disk:
+            trim()
+        self.runner.programs.remember(sample, found.traced)
+        self.part.reject_nothing_partitioned()
+
+    def _prepare_training(self) -> None:
+        """What a session needs besides."""
+
+    # --- prediction -----------------------------------------------------------------------------
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's output in evaluation mode, for a whole batch, on every rank's host."""
+        self.reject_unusable()
+        self.flush()
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.handshake.batch("predict", inputs, None, self._begin_prediction)
+                self.measured = self._run_prediction()
+                return collect(self.state, self.plan, self.transport)
+        finally:
+            self.weights.release_leaked_views()
+            for module, training in modes:  # one by one: some may be frozen
+                module.training = training
+
+    def _begin_prediction(self, batch: Batch) -> None:
+        self.batches.state = begin_step(self.runner, batch, self.steps, training=False)
+
+    def _run_prediction(self) -> Timeline:
+        try:
+            return self.predictor.step(self.steps)
+        except BaseException as error:  # nothing has changed, but the others wait for messages
+            self.failed = None if self.transport.world == 1 else error
+            raise
+
+    @property
+    def state(self) -> StepState:
+        """Of the last batch that began."""
+        return self.batches.state
+
+    def flush(self) -> Any:
+        """Nothing is in flight between calls, unless a session trains asynchronously."""
+        return None
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that this rank has: of its stages and, on ranks of the last stage, of a
+        loss that is an nn.Module.
+
+        They are the model's own, whole. With zero=3 or offloaded weights they have no memory
+        between steps, and tell their shape, type and gradient only: whatever reads their numbers
+        raises (`state_dict` has them). What an optimizer steps is in its `param_groups`: with
+        zero=1 and above the parts of parameters that this rank owns, flat.
+        """
+        return list(self.weights.parameters_here)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain model's whole state dict, same keys, on every rank, in host memory.
+
+        All ranks must call it.
+        """
+        self._meet("state_dict")
+        with self.weights.unsharded():
+            return full_state_dict(
+                self.model,
+                self.owned,
+                self.part.first_name,
+                self.part.extra_state_owners,
+                self.transport,
+                self.weights.copy,
+            )
+
+    def loss_state_dict(self) -> dict[str, torch.Tensor]:
+        """The trainable parameters of a loss that is an nn.Module, by their names in it, on every
+        rank, in host memory; checkpoints have them too. All ranks must call it."""
+        self._meet("loss_state_dict")
+        with self.weights.unsharded():
+            weights, copy = self.loss_weights, self.weights.copy
+            return whole_loss_state(weights, self.owned, self.transport, copy)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
+        from a file. All ranks must call it, with the same."""
+        same = fingerprint.of_batch(dict(state), thorough=False)
+        self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
+        with self.weights.unsharded(fetched=False):
+            held, put = self.owned.on(self.rank), self.weights.put
+            load_full_state_dict(self.model, state, held, self.part.first_name, put)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the plain model's state dict as `.pt` or `.safetensors`; all ranks must call it."""
+        state = self.state_dict()
+        path = Path(path)
+
+        def written() -> None:
+            if self.rank == 0:
+                write_weights(path, state)
+
+        together(self.transport, f"writing {path}", written)
+        return path
+
+    def _meet(self, call: str, **facts: Any) -> None:
+        """All ranks must make this call; what is in flight is finished first."""
+        self.reject_unusable()
+        self.flush()
+        self.handshake.call(call, **facts)
+
+    # --- seconds and bytes ----------------------------------------------------------------------
+
+    def forecast(self) -> Timeline:
+        """What a step of this plan should take: seconds by the costs, and live bytes over time.
+
+        The optimizer's state is counted as it is now; it has none before the first step.
+        """
+        self.reject_unusable()
+        self.handshake.call("forecast")
+        state = size(self.weights.optimizer_state())
+        trained = size(list(self.weights.stepped().values()))
+        states = self.transport.all_gather_object(state / trained if trained else 0.0)
+        return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
+
+    def timeline(self) -> Timeline:
+        """The last step as all ranks measured it. All ranks must call it."""
+        if self.measured is None:
+            raise GemsError("nothing has run yet; call step first")
+        self.reject_unusable()
+        self.handshake.call("timeline")
+        return merged(self.transport.all_gather_object(self.measured))
+
+    @property
+    def peak(self) -> int:
+        """Most live bytes of this rank in the last step or prediction."""
+        if self.measured is None:
+            return 0
+        return max((memory.total for memory in self.measured.peaks), default=0)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def reject_unusable(self) -> None:
+        """Raise if a call failed in a way that this cannot go on from."""
+        if self.failed is not None:
+            raise GemsError(
+                "this trainer has failed in the middle of a step, and its state is not that of any "
+                f"step ({type(self.failed).__name__}: {self.failed}); make a new one, and load the "
+                "last checkpoint"
+            ) from self.failed
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.transport.fail(error)  # others may be in the middle of something
+        self.close()
+
+    def close(self) -> None:
+        """Leave the other ranks; those that still need this one raise PeerError. A process group
+        that GEMS started ends with the last session on it."""
+        if self.closed:
+            return
+        if self.failed is None and sys.exc_info()[1] is None:
+            self.flush()  # else others may be elsewhere, and never come here
+        self.closed = True
+        for own in self.optimizers:
+            own.close()
+        for store in self.part.stores:
+            store.close()
+        self.transport.close()
+
+
+def _check_options(model: DistributedModel, sample: Any) -> None:
+    if not tensors(sample):
+        raise ShapeError(
+            "sample must have the shapes of one micro-batch of inputs, "
+            f"e.g. torch.empty(1, 3, 1024, 1024); got {type(sample).__name__}"
+        )
+    if model.precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise PlanError(f"precision {model.precision!r} is unknown; choose one of {known}")
+    if model.regularizer is not None and model.loss is None:
+        raise PlanError("a regularizer is added to the loss; give the trainer one")
+
+
+def _reject_folder(folder: str | Path | None, on_disk: bool) -> None:
+    if folder is not None and not on_disk:
+        raise PlanError(
+            f"offload_folder is {str(folder)!r}, but this plan offloads nothing to disk; say what "
+            "with Plan(offload='activations:disk'), or leave the folder out"
+        )
+
+
+def _reject_eager(model: DistributedModel) -> None:
+    wants = {"clip": model.clip is not None, "precision='fp16'": model.precision == "fp16"}
+    if model.plan.residency[0].eager and any(wants.values()):
+        what = " and ".join(name for name, is_so in wants.items() if is_so)
+        raise PlanError(
+            "optimizer_step='eager' updates a stage before the others have their gradients, "
+            f"and {what} must see all of them first; use optimizer_step='end', or remove {what}"
+        )

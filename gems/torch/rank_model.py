@@ -1,0 +1,174 @@
+"""The part of a model that one rank holds and runs under a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gems.errors import PlanError
+from gems.schedule.action import Kind
+from gems.schedule.lower.passes import forward_only
+from gems.torch.offload.stores import Store, make_store
+from gems.torch.runtime.loss_parameters import Leaves, parameters_of, place, with_loss
+from gems.torch.runtime.microbatch_loss import Loss, MicrobatchLoss
+from gems.torch.runtime.regularizer import Penalty, Regularizer
+from gems.torch.runtime.sampleless_buffers import free_buffers
+from gems.torch.runtime.stage_programs import StagePrograms
+from gems.torch.runtime.stage_runner import StageRunner
+from gems.torch.setup import Setup, Surroundings
+from gems.torch.spatial.group import CHANNEL
+from gems.torch.state.deferred_init import DeferredInit, Initialize, place_weights
+from gems.torch.state.full_state_dict import named_weights
+from gems.torch.state.ownership import extra_state_owners, ownership, reject_unordered, unordered
+from gems.torch.state.rank_weights import RankWeights
+from gems.torch.state.replicate import replicate
+
+
+class RankModel:
+    """What this rank has of a model and its loss: weights in place, and, once it is connected,
+    the runner of its stages."""
+
+    runner: StageRunner
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        found: Setup,
+        where: Surroundings,
+        *,
+        seed: int,
+        initialize: Initialize | None,
+        offload_folder: str | Path | None,
+    ) -> None:
+        """Keep the weights of this rank's stages, initialise those that have no values yet."""
+        self.model, self.loss, self.where, self.seed = model, loss, where, seed
+        self.plan, self.schedule = found.plan, found.schedule
+        self.transport, self.rank = where.transport, where.transport.rank
+        self.offload_folder = offload_folder
+        self.stores: list[Store] = []
+        traced, plan = found.traced, found.plan
+        self.leaves = traced.record.leaves
+        self.owned = ownership(traced.graph, found.stage_of, plan)
+        self.extra_state_owners = extra_state_owners(
+            model, traced, found.stage_of, self.owned, plan
+        )
+        self.loss_weights = parameters_of(loss, model)
+        self.owned = with_loss(self.owned, self.loss_weights, plan)
+        self.leaves_of_loss = Leaves(model)
+        self.first_name = traced.record.names
+        self.unordered = unordered(plan, self.schedule)
+        free = free_buffers(traced.record, model) if not plan.asynchronous else ()
+        reject_unordered(model, traced, self.owned, self.unordered, free)
+        self.deferred = place_weights(
+            model,
+            self.owned.on(self.rank),
+            self.first_name,
+            where.device,
+            seed,
+            initialize,
+            deferred=self._offloaded_names(),
+        )
+        last = self.rank in plan.replica_groups[plan.depth - 1]
+        device = where.device if last else torch.device("meta")
+        self.loss_weights = place(loss, self.loss_weights, device)
+
+    def _offloaded_names(self) -> set[str]:
+        """Of weights that this rank does not have but while a stage runs."""
+        if not self.plan.residency[0].weights_offload:
+            return set()
+        trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        alone = (self.owned.only(stage) for stage in self.plan.stages_on[self.rank])
+        return trained.intersection(name for names in alone for name in names)
+
+    # --- the other ranks ------------------------------------------------------------------------
+
+    def connect(self, regularizer: Regularizer | None) -> None:
+        """Set up links and groups, replicate initial weights, make the runner. All ranks call it,
+        once they know that they have the same."""
+        self._prepare_links()
+        everything = named_weights(self.model) | self.loss_weights
+        groups = self.owned.replica_groups.items()
+        replicate(
+            everything, {n: ranks for n, ranks in groups if self.rank in ranks}, self.transport
+        )
+        # What an earlier backward left is no part of a step.
+        for p in (*self.model.parameters(), *self.loss_weights.values()):
+            p.grad = None
+        self.runner = self._make_runner(self.deferred, regularizer)
+
+    def _prepare_links(self) -> None:
+        plan, predicting = self.plan, forward_only(self.plan)
+        links = {
+            (rank, other, 0)
+            for schedule, numbered in ((self.schedule, plan.unrolled), (predicting, plan))
+            for rank, a in schedule
+            if a.way == ">"
+            for other in numbered.spatial_group_for(a.peer, a.micro_batch)
+            if other != rank
+        }
+        spatial = {group for row in plan.spatial_groups for group in row}
+        links |= {(a, b, CHANNEL) for group in spatial for a in group for b in group if a != b}
+        groups = set(plan.replica_groups) | {
+            self.owned.replica_groups[name] for name in self.owned.tied()
+        }
+        self.transport.prepare(sorted(groups), sorted(links))
+
+    def _make_runner(self, deferred: DeferredInit, regularizer: Regularizer | None) -> StageRunner:
+        plan, actions = self.plan, self.schedule.ranks[self.rank]
+        split = {(a.stage, a.micro_batch) for a in actions if a.kind is Kind.INPUT and a.computes}
+        activation_store = self.store(plan.activations[0].offload)
+        weights = RankWeights(
+            self.model,
+            plan,
+            self.owned,
+            self.transport,
+            loss_weights=self.loss_weights,
+            deferred=deferred,
+            host=self.store(plan.residency[0].weights_offload),
+        )
+        programs = StagePrograms(
+            self.model,
+            plan,
+            self.owned,
+            self.unordered,
+            device=self.where.device,
+            precision=self.where.precision,
+            seed=self.seed,
+            machine=self.where.machine,
+            transport=self.transport,
+            storages=weights.storages,
+            deferred={stage for stage, _ in split},
+            leaves=self.leaves,
+        )
+        self.leaves_of_loss.allow(weights.by_name, self.owned, plan.depth - 1, self.rank, self.loss)
+        penalty = regularizer and Penalty(regularizer, self.owned, weights.by_name)
+        loss = MicrobatchLoss(
+            self.loss, plan, programs.draws, self.where.device, self.leaves_of_loss, penalty
+        )
+        return StageRunner(
+            programs,
+            weights,
+            loss,
+            deferred=split,
+            offloaded={(a.stage, a.micro_batch) for a in actions if a.kind is Kind.STORE},
+            activation_store=activation_store,
+        )
+
+    def store(self, place: str) -> Store | None:
+        """A store on host or disk; None if there is no such place."""
+        if not place:
+            return None
+        self.stores.append(make_store(place, self.where.device, self.offload_folder))
+        return self.stores[-1]
+
+    def reject_nothing_partitioned(self) -> None:
+        (partitioned,) = self.runner.programs.recordings.values()
+        if self.plan.activations[0].partitioned and not partitioned.shared():
+            raise PlanError(
+                "partition_activations shards the inputs that a spatial group saves whole, but all "
+                "that its stages save to recompute from is in tiles already, like the image; "
+                "remove it"
+            )
