@@ -18,7 +18,7 @@ KINDS: dict[str, type[GemsError]] = {
 }
 
 
-def together(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]:
+def on_all_ranks(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]:
     """What `work` returned on each rank. If it failed on one, all raise the error of the first.
 
     A rank that fails takes part in the all-gather, so that none waits for it.

@@ -46,7 +46,7 @@ class Claim:
         parts = (self.failure or self.call, self.progress, self.model, self.settings, self.batch)
         return [key(repr(part)) >> 23 for part in parts]
 
-    def words(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
         return {
             "call": self.call,
             "progress": {name: str(x) for name, x in self.progress.items()},
@@ -68,7 +68,7 @@ def agree(transport: Transport, claim: Claim) -> None:
     transport.all_reduce(table.view(-1), tuple(range(transport.world))).wait()
     if bool((table == table[0]).all()):
         return
-    raise difference(transport.all_gather_object(claim.words()), transport.rank)
+    raise difference(transport.all_gather_object(claim.contents()), transport.rank)
 
 
 def difference(claims: Sequence[Any], rank: int) -> GemsError:
