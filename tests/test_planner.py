@@ -54,9 +54,9 @@ def traced(model: nn.Module, *shape: int) -> Graph:
     return with_halos(found, model)
 
 
-def resnet(side: int = 64, samples: int = 2) -> Graph:
+def resnet(side: int = 64, samples: int = 2, depth: int = 14) -> Graph:
     with torch.device("meta"):
-        return traced(models.build("resnet_v1", depth=14), samples, 3, side, side)
+        return traced(models.build("resnet_v1", depth=depth), samples, 3, side, side)
 
 
 # --- partitions --------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_no_order_is_shorter_than_the_bound(schedule: str) -> None:
 
 
 def test_no_plan_takes_fewer_bytes_than_its_bound() -> None:
-    graph, seen = resnet(64), 0
+    graph, seen = resnet(64, depth=8), 0
     memo = Memo(graph, estimate(graph, V100), V100, Request(2, 2**22, 4))
     options = list(choices(graph, 2, 4))
     blocks = len(graph.blocks)
@@ -251,7 +251,7 @@ def test_every_family_is_tried_and_every_candidate_does_the_same_work() -> None:
 
 
 def test_less_memory_gives_a_leaner_plan_until_nothing_fits() -> None:
-    graph = resnet(256)
+    graph = resnet(256, depth=8)
     costs = estimate(graph, V100)
 
     def best(memory: float) -> tuple[float, float]:
@@ -307,19 +307,19 @@ def test_the_largest_image_is_the_largest_that_fits() -> None:
     with torch.device("meta"):
         model = models.build("resnet_v1", depth=8)
     study = Study(model, torch.empty(1, 3, 32, 32, device="meta"), V100)
-    request = Request(2, 32 * 2**20, 2, "memory")
+    request = Request(2, 4 * 2**20, 2, "memory")
     side = study.largest_side(request)
     assert study.at(side).search(request).fitting
     assert not study.at(side + 32).search(request).fitting
     found = plan(
-        model, torch.empty(1, 3, 32, 32, device="meta"), ranks=2, machine=V100, memory="32MiB",
+        model, torch.empty(1, 3, 32, 32, device="meta"), ranks=2, machine=V100, memory="4MiB",
         micro_batches=2, objective="image",
     )  # fmt: skip
     assert f"images of {side} x {side}" in found.why
     with pytest.raises(PlanError, match=f"the largest image that fits is {side} x {side}"):
         plan(
-            model, torch.empty(1, 3, 1024, 1024, device="meta"), ranks=2, machine=V100,
-            memory="32MiB", micro_batches=2,
+            model, torch.empty(1, 3, 256, 256, device="meta"), ranks=2, machine=V100,
+            memory="4MiB", micro_batches=2,
         )  # fmt: skip
 
 
