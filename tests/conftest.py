@@ -8,7 +8,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 # Before anything imports torch, which reads them once. Processes that tests start inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -68,3 +70,21 @@ def rank_server() -> Iterator[RankServer]:
     server = RankServer()
     yield server
     server.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once() -> Iterator[None]:
+    """Ranks that are threads share a compiled plan: it comes from plain data alone, and each of
+    them would build and validate the same schedule. Ranks that are processes each do."""
+    from gems.torch import setup
+
+    compiled, lock = lru_cache(maxsize=64)(setup.compile_plan), threading.Lock()
+
+    def compile_plan(*given: Any, **options: Any) -> Any:
+        with lock:
+            found = compiled(*given, **options)
+            assert found.schedule  # which is made when it is first asked for
+            return found
+
+    with mock.patch.object(setup, "compile_plan", compile_plan):
+        yield

@@ -24,6 +24,7 @@ from gems.errors import GemsError
 from gems.files import to_json
 from gems.hardware import machine
 from gems.model.costs import Costs
+from gems.planner.assign import stages
 from gems.planner.compile import CompiledPlan, compile_plan
 from gems.planner.request import Request
 from gems.planner.search import search
@@ -148,6 +149,18 @@ def test_the_prediction_of_one_copy_is_that_of_all_ranks() -> None:
         pairs = zip(compiled.timeline.peaks, workspace, strict=True)
         fullest = max(peak.total + extra for peak, extra in pairs)
         assert compiled.prediction.bytes == pytest.approx(fullest, rel=1e-3), plan
+
+
+def test_stages_are_even_in_time_unless_that_exceeds_the_budget() -> None:
+    plan = Plan(stages=3, micro_batches=6)
+    graph, costs = study().graph
+    even = study().compiled(plan, Request.of(plan))
+    needed = even.least_bytes[0]
+    assert even.stage_of == tuple(stages(plan, graph, costs))
+    assert study().compiled(plan, Request.of(plan, needed)).stage_of == even.stage_of
+    tight = study().compiled(plan, Request.of(plan, 0.6 * needed))
+    assert tight.stage_of == tuple(stages(plan, graph, costs, 0.6 * needed)) != even.stage_of
+    assert tight.least_bytes[0] < needed
 
 
 def test_greedy_orders_leave_memory_for_the_optimizer_that_is_asked_for() -> None:

@@ -434,11 +434,11 @@ def test_an_array_may_tell_its_own_checksum() -> None:
 
 
 def test_the_words_of_a_difference_name_the_odd_ranks() -> None:
-    claims = [Claim("step", batch=1, given="this").words() for _ in range(5)]
-    claims[3] = Claim("step", batch=2, given="that").words()
+    claims = [Claim("step", batch=1, given="this").contents() for _ in range(5)]
+    claims[3] = Claim("step", batch=2, given="that").contents()
     assert "(rank 3 differs from the others); rank 3 has that" in str(difference(claims, 3))
-    claims[1] = Claim("save").words()
+    claims[1] = Claim("save").contents()
     said = str(difference(claims, 0))
     assert "ranks 0, 2, 3, 4: step; rank 1: save" in said
-    claims[2] = Claim("step", failure="OSError: disk full").words()
+    claims[2] = Claim("step", failure="OSError: disk full").contents()
     assert str(difference(claims, 0)) == "rank 2 failed: OSError: disk full"

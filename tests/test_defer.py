@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from gems.torch.autograd.split_backward import Ledger, receive, settle
+from gems.torch.autograd.split_backward import WeightGradStore, flush, receive
 
 Tensor = torch.Tensor
 
@@ -37,20 +37,20 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 def gradients(
-    module: nn.Module, x: Tensor, seed: Tensor, ledger: Ledger | None, inputs: bool = True
+    module: nn.Module, x: Tensor, seed: Tensor, store: WeightGradStore | None, inputs: bool = True
 ) -> tuple[list[Tensor | None], bool]:
     """Of the input and the weights; and whether those of the weights came only with W."""
     module.zero_grad()
     x = x.clone().requires_grad_(inputs)
     run: Any = module
-    page: list[Any] = []
-    if ledger is not None:
-        run = ledger.deferral(module) or module
-        ledger.page = page
+    entries: list[Any] = []
+    if store is not None:
+        run = store.deferral(module) or module
+        store.entries = entries
     y = run(x)
     torch.autograd.backward(y, seed)
     late = all(p.grad is None for p in module.parameters())
-    settle(page)
+    flush(entries)
     return [x.grad, *(p.grad for p in module.parameters())], late
 
 
@@ -60,7 +60,7 @@ def assert_same(module: nn.Module, shape: tuple[int, ...], inputs: bool = True) 
     x = torch.randn(shape, dtype=torch.float64)
     seed = torch.randn_like(module(x))
     expected, _ = gradients(module, x, seed, None, inputs)
-    found, late = gradients(module, x, seed, Ledger(), inputs)
+    found, late = gradients(module, x, seed, WeightGradStore(), inputs)
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine is None) == (theirs is None)
         if theirs is not None:
@@ -118,13 +118,13 @@ HOOKS = {
 def test_a_module_with_hooks_is_not_deferred_even_if_they_came_later(kind: str) -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(3, 4).double(), torch.randn(2, 3, dtype=torch.float64)
-    ledger = Ledger()
-    run = ledger.deferral(module)
+    store = WeightGradStore()
+    run = store.deferral(module)
     assert run is not None
     HOOKS[kind](module)
-    ledger.page = []
+    store.entries = []
     run(x.requires_grad_()).sum().backward()
-    assert not ledger.page and module.weight.grad is not None
+    assert not store.entries and module.weight.grad is not None
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -134,22 +134,22 @@ def test_a_hook_that_forward_puts_on_the_result_changes_the_deferred_gradient_to
     """Story: ours was there first, and saw the gradient before the user's had changed it."""
     torch.manual_seed(0)
     module, x = nn.Linear(3, 4).double(), torch.randn(2, 3, dtype=torch.float64)
-    twin, ledger = copy.deepcopy(module), Ledger()
-    run = ledger.deferral(module)
+    twin, store = copy.deepcopy(module), WeightGradStore()
+    run = store.deferral(module)
     assert run is not None
-    ledger.page = []
+    store.entries = []
     for work in (run, twin):
         y = work(x.clone().requires_grad_(not first))
         y.register_hook(lambda g: 0.5 * g)
         y.square_().sum().backward()
-    settle(ledger.page)
+    flush(store.entries)
     assert module.weight.grad is not None and twin.weight.grad is not None
     assert torch.equal(module.weight.grad, twin.weight.grad)
 
 
 def test_without_a_page_a_deferral_is_the_module_itself() -> None:
     module = nn.Linear(3, 4)
-    run = Ledger().deferral(module)
+    run = WeightGradStore().deferral(module)
     run(torch.randn(2, 3)).sum().backward()
     assert module.weight.grad is not None
 
@@ -157,19 +157,19 @@ def test_without_a_page_a_deferral_is_the_module_itself() -> None:
 def test_gradients_add_up_over_two_uses_and_two_micro_batches() -> None:
     torch.manual_seed(0)
     module = nn.Conv2d(3, 3, 3, padding=1).double()
-    plain, ledger = copy.deepcopy(module), Ledger()
-    run = ledger.deferral(module)
-    pages: list[list[Any]] = []
+    plain, store = copy.deepcopy(module), WeightGradStore()
+    run = store.deferral(module)
+    batches: list[list[Any]] = []
     for _ in range(2):
         x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-        pages.append([])
-        ledger.page = pages[-1]
+        batches.append([])
+        store.entries = batches[-1]
         run(run(x).relu()).square().sum().backward()
         plain(plain(x).relu()).square().sum().backward()
-    for page in reversed(pages):
-        assert len(page) == 2
-        settle(page)
-        assert not page, "what is settled is let go"
+    for entries in reversed(batches):
+        assert len(entries) == 2
+        flush(entries)
+        assert not entries, "what is computed is freed"
     torch.testing.assert_close(module.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(module.bias.grad, plain.bias.grad, rtol=1e-12, atol=1e-12)
 
@@ -177,28 +177,28 @@ def test_gradients_add_up_over_two_uses_and_two_micro_batches() -> None:
 def test_an_in_place_op_may_follow() -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(3, 4).double(), torch.randn(2, 3, dtype=torch.float64)
-    plain, ledger = copy.deepcopy(module), Ledger()
+    plain, store = copy.deepcopy(module), WeightGradStore()
     for inputs in (False, True):
         module.zero_grad(), plain.zero_grad()
-        ledger.page = []
-        ledger.deferral(module)(x.clone().requires_grad_(inputs)).relu_().sum().backward()
-        settle(ledger.page)
+        store.entries = []
+        store.deferral(module)(x.clone().requires_grad_(inputs)).relu_().sum().backward()
+        flush(store.entries)
         plain(x).relu_().sum().backward()
         torch.testing.assert_close(module.weight.grad, plain.weight.grad)
 
 
 def test_an_input_that_is_changed_before_its_weight_gradient_is_an_error_as_in_plain() -> None:
     """PyTorch raises; a weight gradient that was put off would have used the new numbers."""
-    module, ledger = nn.Linear(3, 4), Ledger()
+    module, store = nn.Linear(3, 4), WeightGradStore()
     x = torch.randn(2, 3)
-    for run in (module, ledger.deferral(module)):
-        ledger.page = []
+    for run in (module, store.deferral(module)):
+        store.entries = []
         here = x.clone()
         y = run(here)
         here.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-            settle(ledger.page)
+            flush(store.entries)
 
 
 @pytest.mark.parametrize("name", ["conv 2-D", "linear"])
@@ -206,14 +206,14 @@ def test_under_autocast_it_rounds_as_plain_autocast_does(name: str) -> None:
     torch.manual_seed(0)
     module, shape = copy.deepcopy(CASES[name][0]), CASES[name][1]
     x = torch.randn(shape)
-    plain, ledger = copy.deepcopy(module), Ledger()
+    plain, store = copy.deepcopy(module), WeightGradStore()
     with torch.autocast("cpu", torch.bfloat16):
-        ledger.page = []
-        mine, theirs = ledger.deferral(module)(x), plain(x)
+        store.entries = []
+        mine, theirs = store.deferral(module)(x), plain(x)
     assert torch.equal(mine, theirs)
     mine.float().square().sum().backward()
     theirs.float().square().sum().backward()
-    settle(ledger.page)
+    flush(store.entries)
     for (label, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert p.grad.dtype == torch.float32
         torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=1e-2, msg=label)

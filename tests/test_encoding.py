@@ -23,7 +23,7 @@ from torch import nn
 from gems.errors import CheckpointError, GemsError, PeerError, PlanError
 from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Timeline
-from gems.torch.agree import together
+from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint import dcp_files as storage  # registers DCP's classes
 from gems.torch.checkpoint.json_values import same as same_plain
 from gems.torch.state.sharded_optimizer import ShardSpec
@@ -193,7 +193,7 @@ def test_an_error_is_the_same_on_all_ranks(kind: type[GemsError]) -> None:
                 raise kind("too bad")
 
         with pytest.raises(GemsError, match="too bad") as caught:
-            together(transport, "trying", fail)
+            on_all_ranks(transport, "trying", fail)
         assert type(caught.value) is kind
 
     run(2, work)
@@ -209,7 +209,7 @@ def test_an_error_of_a_class_that_others_may_not_know_arrives_as_its_base() -> N
                 raise Special("too bad")
 
         with pytest.raises(PlanError) as caught:
-            together(transport, "trying", fail)
+            on_all_ranks(transport, "trying", fail)
         assert type(caught.value) is PlanError
 
     run(2, work)

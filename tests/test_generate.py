@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from tests.generate.models import Model, Piece
 from tests.generate.run import crashed, judge
 
 CASES = int(os.environ.get("GEMS_GENERATE", "500"))
+drawn = cache(draw)
 
 
 @pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
 def test_a_generated_case_is_exact_or_rejected_with_a_remedy(number: int) -> None:
-    case = draw(number)
+    case = drawn(number)
     verdict = judge(case)
     if verdict.failed and (entries := known(case)):
         pytest.xfail(f"{entries[0].name}: {entries[0].reason}")
@@ -32,7 +34,7 @@ def test_a_generated_case_is_exact_or_rejected_with_a_remedy(number: int) -> Non
 
 def test_the_cases_have_all_there_is() -> None:
     """What is never drawn is never tested."""
-    cases = [draw(number) for number in range(CASES)]
+    cases = [drawn(number) for number in range(CASES)]
     seen = Counter(feature for case in cases for feature in case.features())
     assert {f"plan schedule={name}" for name in SCHEDULES} <= set(seen)
     for name in (

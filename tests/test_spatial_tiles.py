@@ -86,10 +86,10 @@ def test_weight_gradients_of_tiles_wait_for_their_turn(bias: bool) -> None:
     expected = plainly(model, data, plan.total)
     late: list[tuple[int, ...]] = []
 
-    def noted(page: list[Any]) -> None:
-        late.extend(tuple(gradient.shape) for _, _, gradient in page)
-        defer.settle(page)
+    def noted(entries: list[Any]) -> None:
+        late.extend(tuple(gradient.shape) for _, _, gradient in entries)
+        defer.flush(entries)
 
-    with mock.patch("gems.torch.runtime.stage_runner.settle", noted):
+    with mock.patch("gems.torch.runtime.stage_runner.flush", noted):
         assert_equal(planned(model, data, plan), expected)
     assert late.count((1, 6, 4, 8)) == 2 * 4  # two tiles, four micro-batches

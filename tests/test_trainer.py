@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from gems.plans.plan import Plan
 from gems.torch.trainer import Trainer
 from gems.transport.threads import run
 from tests.exact import (
+    Recordings,
     assert_equal,
     batches,
     close,
@@ -54,7 +56,8 @@ def on_ranks(plan: Plan, work: Any, model: Any = None, **options: Any) -> list[A
         mine = copy.deepcopy(model)
         return work(Trainer(mine, sample=sample, plan=plan, transport=transport, **options))
 
-    return run(plan.world, body)
+    with mock.patch("gems.torch.tracing.trace.record", Recordings()):
+        return run(plan.world, body)
 
 
 # --- predict ----------------------------------------------------------------------------------

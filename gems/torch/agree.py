@@ -10,7 +10,7 @@ from gems.errors import CheckpointError, GemsError
 from gems.transport.protocol import Transport
 
 T = TypeVar("T")
-# An error travels as its name, so that no rank makes anything but one of these.
+# An error is sent as its name, so that a rank can only make one of these.
 KINDS: dict[str, type[GemsError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -18,21 +18,21 @@ KINDS: dict[str, type[GemsError]] = {
 }
 
 
-def together(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]:
-    """What `work` gave on each rank. If it failed on one, all raise what the first of them said.
+def on_all_ranks(transport: Transport, doing: str, work: Callable[[], T]) -> list[T]:
+    """What `work` returned on each rank. If it failed on one, all raise the error of the first.
 
-    A rank that fails still meets the others here, so that none waits for it.
+    A rank that fails takes part in the all-gather, so that none waits for it.
     """
     failure: Exception | None = None
-    told: Any = None
+    mine: Any = None
     try:
-        told = (True, work())
+        mine = (True, work())
     except GemsError as error:
-        failure, told = error, (False, _kind(error), str(error))
+        failure, mine = error, (False, _kind(error), str(error))
     except Exception as error:
-        failure, said = error, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        told = (False, CheckpointError.__name__, f"{doing} failed on rank {transport.rank}: {said}")
-    outcomes = transport.all_gather_object(told)
+        failure, text = error, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        mine = (False, CheckpointError.__name__, f"{doing} failed on rank {transport.rank}: {text}")
+    outcomes = transport.all_gather_object(mine)
     for good, *rest in outcomes:
         if not good:
             kind, message = rest

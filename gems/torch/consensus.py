@@ -5,10 +5,10 @@ small table: each rank fills in its own row of hashes, and reads those of all ot
 
            call   progress   model   settings   batch
     rank 0  ..       ..        ..       ..        ..     a column whose numbers differ is explained
-    rank 1  ..       ..        ..       ..        ..     by what the ranks then tell in words
+    rank 1  ..       ..        ..       ..        ..     by what the ranks then gather
 
-A rank that failed before it could take part comes here as well, with its failure in place of a
-call, so that nobody waits for it.
+A rank that failed before it could take part contributes its failure in place of a call, so that no
+rank waits for it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Claim:
 
     def row(self) -> list[int]:
         """Hashes of 40 bits: sums over ranks with zeros elsewhere are exact in any arithmetic."""
-        said = (self.failure or self.call, self.progress, self.model, self.settings, self.batch)
-        return [key(repr(part)) >> 23 for part in said]
+        parts = (self.failure or self.call, self.progress, self.model, self.settings, self.batch)
+        return [key(repr(part)) >> 23 for part in parts]
 
-    def words(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
         return {
             "call": self.call,
             "progress": {name: str(x) for name, x in self.progress.items()},
@@ -68,11 +68,11 @@ def agree(transport: Transport, claim: Claim) -> None:
     transport.all_reduce(table.view(-1), tuple(range(transport.world))).wait()
     if bool((table == table[0]).all()):
         return
-    raise difference(transport.all_gather_object(claim.words()), transport.rank)
+    raise difference(transport.all_gather_object(claim.contents()), transport.rank)
 
 
 def difference(claims: Sequence[Any], rank: int) -> GemsError:
-    """What to raise on a rank, given the words of all: the first thing that is not the same."""
+    """What to raise on a rank, given the claims of all: the first thing that is not the same."""
     for other, claim in enumerate(claims):
         if claim["failure"]:
             return PeerError(f"rank {other} failed: {claim['failure']}")
@@ -143,8 +143,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def attempt(transport: Transport, work: Callable[[], Any]) -> list[Any]:
-    """What `work` gave on every rank. A rank on which it failed still meets the others here; it
-    raises its own error, and the others say which rank it was."""
+    """What `work` returned on every rank. A rank on which it failed gathers, too: it
+    raises its own error, the others one that names it."""
     failure: Exception | None = None
     try:
         outcome = work()
@@ -160,14 +160,14 @@ def attempt(transport: Transport, work: Callable[[], Any]) -> list[Any]:
 
 
 def reject_failed(outcomes: Sequence[Any]) -> None:
-    """Raise what the first rank that failed came with instead of an outcome."""
+    """Raise the error of the first rank that failed."""
     for rank, outcome in enumerate(outcomes):
         if isinstance(outcome, str) and outcome.startswith("failed"):
             raise PeerError(f"rank {rank} {outcome}")
 
 
 def agree_on_failure(transport: Transport, call: str, error: BaseException) -> None:
-    """Tell the others, who come to `agree` for the same call. The error to raise here is ours."""
+    """Tell the other ranks, which call `agree` for the same call. The caller raises `error`."""
     text = str(error).strip() or type(error).__name__
     with suppress(GemsError):
         agree(transport, Claim(call, failure=f"{type(error).__name__}: {text}"))

@@ -20,7 +20,7 @@ from gems.predict.timeline import Timeline, merged
 from gems.schedule.action import Schedule
 from gems.schedule.lower.passes import forward_only
 from gems.torch import fingerprint
-from gems.torch.agree import together
+from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.weight_files import write_weights
 from gems.torch.consensus import attempt
 from gems.torch.handshake import Handshake
@@ -246,7 +246,7 @@ class DistributedModel:
             if self.rank == 0:
                 write_weights(path, state)
 
-        together(self.transport, f"writing {path}", written)
+        on_all_ranks(self.transport, f"writing {path}", written)
         return path
 
     def _meet(self, call: str, **facts: Any) -> None:

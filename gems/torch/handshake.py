@@ -69,7 +69,7 @@ class Handshake:
             "regularizer": named(session.regularizer),
         }
         claim = Claim("Trainer", model=model, settings=same)
-        claims = self.transport.all_gather_object(claim.words())
+        claims = self.transport.all_gather_object(claim.contents())
         reject_failed(claims)
         if any(claim != claims[0] for claim in claims):
             raise difference(claims, self.transport.rank)

@@ -1,8 +1,8 @@
 """Split backward: input gradients first (I), weight gradients later (W).
 
 A deferred module runs on detached weights, so autograd computes only what goes on towards the
-input, with the same kernels. A hook in the graph notes input and output gradient in the ledger
-of the micro-batch; settling the ledger computes the weight gradients and accumulates them.
+input, with the same kernels. A hook in the graph stores input and output gradient for the
+micro-batch; W computes the weight gradients from them and accumulates them.
 
 Convolutions and linear layers are deferred. Normalisation is not: its weight gradients are sums
 that its input gradient needs anyway, or next to nothing beside a convolution's, and deferring them
@@ -25,16 +25,16 @@ from torch import nn
 from gems.torch.autograd.saved_tensors import Saved, SavedTensors, unpacked
 
 Tensor = torch.Tensor
-Settle = Callable[[Tensor, Tensor], None]
-Entry = tuple[Settle, Saved, Tensor]  # what to do with which input and gradient
+WeightGrad = Callable[[Tensor, Tensor], None]
+Entry = tuple[WeightGrad, Saved, Tensor]  # to be called with this input and this output gradient
 
 
-class Ledger:
-    """Deferred weight gradients. `page` has those of the micro-batch that forward runs now;
+class WeightGradStore:
+    """Deferred weight gradients. `entries` has those of the micro-batch that forward runs now;
     `saved` is how their inputs are saved."""
 
     def __init__(self) -> None:
-        self.page: list[Entry] | None = None
+        self.entries: list[Entry] | None = None
         self.saved = SavedTensors()
 
     def deferral(self, module: nn.Module) -> Callable[..., Any] | None:
@@ -46,38 +46,41 @@ class Ledger:
         return None if deferred is None else lambda *a, **k: self._run(module, deferred, a, k)
 
     def _run(self, module: nn.Module, deferred: Deferred, args: Any, kwargs: Any) -> Tensor:
-        page = self.page
+        entries = self.entries
         wants = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         simple = len(args) == 1 and not kwargs and not hooked(module)
-        if page is None or not wants or not simple or not deferred.takes(args[0]):
+        if entries is None or not wants or not simple or not deferred.takes(args[0]):
             return module(*args, **kwargs)
         x = args[0]
-        y, settle = deferred.forward(x)
+        y, weight_grad = deferred.forward(x)
         version = x._version if module.weight.requires_grad else None
         saved = self.saved.pack(x.detach(), version)
         if not y.requires_grad:  # the first layer: nothing before it wants a gradient
-            y = receive(y, lambda gradient: page.append((settle, saved, gradient)))
+            y = receive(y, lambda gradient: entries.append((weight_grad, saved, gradient)))
         else:
             # Not a hook on `y`: one that forward puts there later would run after ours.
             assert y.grad_fn is not None
-            y.grad_fn.register_prehook(partial(_enter, page, settle, saved))
+            y.grad_fn.register_prehook(partial(_enter, entries, weight_grad, saved))
         return y
 
 
 def _enter(
-    page: list[Entry], settle: Settle, saved: Saved, gradients: tuple[Tensor | None, ...]
+    entries: list[Entry],
+    weight_grad: WeightGrad,
+    saved: Saved,
+    gradients: tuple[Tensor | None, ...],
 ) -> None:
     """None: what reads it is recomputed, and no gradient came back through that."""
     if gradients[0] is not None:
-        page.append((settle, saved, gradients[0]))
+        entries.append((weight_grad, saved, gradients[0]))
 
 
-def settle(page: list[Entry]) -> None:
-    """Compute the weight gradients on a page, in the order backward would have."""
+def flush(entries: list[Entry]) -> None:
+    """Compute the weight gradients, in the order backward would have."""
     with torch.no_grad():
-        for work, saved, gradient in page:
-            work(unpacked(saved), gradient)
-    page.clear()
+        for weight_grad, saved, gradient in entries:
+            weight_grad(unpacked(saved), gradient)
+    entries.clear()
 
 
 class Receive(torch.autograd.Function):
@@ -119,7 +122,7 @@ class Deferred(ABC):
         return isinstance(x, Tensor)
 
     @abstractmethod
-    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+    def forward(self, x: Tensor) -> tuple[Tensor, WeightGrad]:
         """The module's output, and what to do with input and output gradient later."""
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +146,7 @@ class _Convolution(Deferred):
     def takes(self, x: Any) -> bool:
         return super().takes(x) and x.dim() == self.dims + 2
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
+    def forward(self, x: Tensor) -> tuple[Tensor, WeightGrad]:
         m = self.module
         extra = (m.output_padding, m.groups, m.dilation) if self.transposed else None
         w, b = self.weights()
@@ -152,14 +155,14 @@ class _Convolution(Deferred):
             y = self.run(padded, w, b, m.stride, self.padding, m.dilation, m.groups)
         else:
             y = self.run(padded, w, b, m.stride, self.padding, *extra)
-        return y, self.settle
+        return y, self.weight_grad
 
     def _pad(self, x: Tensor) -> Tensor:
         if self.border is None:
             return x
         return F.pad(x, self.border, mode=self.module.padding_mode)
 
-    def settle(self, x: Tensor, gradient: Tensor) -> None:
+    def weight_grad(self, x: Tensor, gradient: Tensor) -> None:
         m = self.module
         bias = m.bias is not None and m.bias.requires_grad
         _, dw, db = torch.ops.aten.convolution_backward(
@@ -180,10 +183,10 @@ class _Convolution(Deferred):
 
 
 class _Linear(Deferred):
-    def forward(self, x: Tensor) -> tuple[Tensor, Settle]:
-        return F.linear(x, *self.weights()), self.settle
+    def forward(self, x: Tensor) -> tuple[Tensor, WeightGrad]:
+        return F.linear(x, *self.weights()), self.weight_grad
 
-    def settle(self, x: Tensor, gradient: Tensor) -> None:
+    def weight_grad(self, x: Tensor, gradient: Tensor) -> None:
         m = self.module
         g = gradient.reshape(-1, m.out_features)
         if m.weight.requires_grad:

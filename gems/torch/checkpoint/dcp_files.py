@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from gems.errors import CheckpointError, short
-from gems.torch.agree import together
+from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.atomic_folder import sync
 from gems.torch.checkpoint.manifest import DTYPES, REMEDY, Manifest, TensorEntry
 from gems.torch.tensors.released import form_of
@@ -84,9 +84,9 @@ def write(
         plan = planner.finish_plan(plans[rank])
         return writer.write_data(plan, planner).wait() if plan.items else []
 
-    plans, metadata = planner.create_global_plan(together(transport, doing, planned))
+    plans, metadata = planner.create_global_plan(on_all_ranks(transport, doing, planned))
     plans = writer.prepare_global_plan(plans)
-    written_by = together(transport, doing, written)
+    written_by = on_all_ranks(transport, doing, written)
 
     found = {result.index.fqn: result for results in written_by for result in results}
     same = [_renamed(metadata, alias, found[key]) for alias, key in aliases.items()]
@@ -96,7 +96,7 @@ def write(
             writer.finish(metadata, [*written_by, same])
             sync(folder)
 
-    together(transport, doing, indexed)
+    on_all_ranks(transport, doing, indexed)
     found |= {result.index.fqn: result for result in same}
     forms = metadata.state_dict_metadata
     return {key: _entry(forms[key], result.storage_data) for key, result in found.items()}

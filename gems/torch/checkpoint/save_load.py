@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from gems.errors import CheckpointError, short
 from gems.files import to_json
-from gems.torch.agree import together
+from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint import manifest as manifests
 from gems.torch.checkpoint.atomic_folder import AtomicFolder, foreign, sync, write_synced
 from gems.torch.checkpoint.dcp_files import read, write
@@ -82,13 +82,15 @@ def save(trainer: TrainingState, path: str | Path, extra: Any = None, keep: int 
 
     try:
         taken = take(trainer, extra)
-        folders = together(transport, doing, begun)
+        folders = on_all_ranks(transport, doing, begun)
         folder = Path(folders[0][1])
-        together(transport, doing, seen)
+        on_all_ranks(transport, doing, seen)
         present = taken.present(trainer)
         tensors = write(folder, taken.tensors, taken.aliases, transport, doing, present)
         mine = {entry.file for entry in tensors.values() if _wrote(entry, transport.rank)}
-        sums = together(transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)})
+        sums = on_all_ranks(
+            transport, doing, lambda: {n: measured(folder / n) for n in sorted(mine)}
+        )
         files = {name: file for found in sums for name, file in found.items()}
 
         def finished() -> None:
@@ -97,7 +99,7 @@ def save(trainer: TrainingState, path: str | Path, extra: Any = None, keep: int 
                 if keep:
                     remove_old(target, keep)
 
-        together(transport, doing, finished)
+        on_all_ranks(transport, doing, finished)
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -187,18 +189,18 @@ def load(trainer: TrainingState, path: str | Path, strict: bool = True) -> Any:
             restore_stage(trainer, plain, plan, stage, read(path, manifest, sorted(keys)))
 
     manifest = plain = plan = tensors = extra = cast(Any, None)
-    together(transport, doing, verified)
-    found = merged(together(transport, doing, compared))
+    on_all_ranks(transport, doing, verified)
+    found = merged(on_all_ranks(transport, doing, compared))
     if strict:
         found.reject()
     for why in (*found.weights, *found.training):
         log.warning("not taken from %s: %s", path, why)
-    together(transport, doing, fetched)
+    on_all_ranks(transport, doing, fetched)
     # All was validated, so what fails now is a bug, and leaves the trainer half loaded.
     half = f"{doing}, of which this trainer has a part now (make a new one),"
-    together(transport, half, restored)
+    on_all_ranks(transport, half, restored)
     tensors.clear()
-    together(transport, half, restored_offloaded)
+    on_all_ranks(transport, half, restored_offloaded)
     log.info("loaded step %s from %s", trainer.steps, path)
     return extra
 

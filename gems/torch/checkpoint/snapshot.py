@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gems.errors import CheckpointError
-from gems.torch.agree import together
+from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.json_values import encode, same
 from gems.torch.checkpoint.rng_state import rng_states
 from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
@@ -63,7 +63,9 @@ def take(trainer: TrainingState, extra: Any) -> Snapshot:
     """What this rank writes, and what all of them know. All ranks call it."""
     taken = Snapshot()
     full = _full_state(trainer)
-    parts = together(trainer.transport, "saving", lambda: _own_part(trainer, taken, extra, full))
+    parts = on_all_ranks(
+        trainer.transport, "saving", lambda: _own_part(trainer, taken, extra, full)
+    )
     for rank, part in enumerate(parts):
         if not same(part["options"], parts[0]["options"]):
             raise CheckpointError(

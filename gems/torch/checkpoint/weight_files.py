@@ -46,9 +46,9 @@ def read_weights(path: str | Path) -> dict[str, Any]:
     except GemsError:
         raise
     except Exception as error:
-        said = str(error).partition("\n")[0]
+        line = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} cannot be read as weights ({type(error).__name__}: {said}); it must be a "
+            f"{path} cannot be read as weights ({type(error).__name__}: {line}); it must be a "
             "state dict of tensors, as torch.save(model.state_dict(), ...) writes it"
         ) from error
     return _state_in(found, path)

@@ -13,7 +13,7 @@ from torch import nn
 
 from gems.hardware import Machine
 from gems.plans.plan import Plan
-from gems.torch.autograd.split_backward import Ledger
+from gems.torch.autograd.split_backward import WeightGradStore
 from gems.torch.runtime.activation_checkpoint import Recomputation
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
@@ -59,7 +59,7 @@ class StagePrograms:
         self.storages, self.deferred, self.leaves = storages, deferred, leaves
         self.precision = precision
         self.draws = Draws(seed, device)
-        self.ledger = Ledger()
+        self.weight_grads = WeightGradStore()
         self.recomputation = Recomputation()
         self.recordings: Recordings[PartitionedModel] = Recordings()
         self.structure = Structure(model)
@@ -148,7 +148,7 @@ class StagePrograms:
             calls,
             tuple(partitioned.sent(stage)),
             self.draws,
-            self.ledger.deferral if stage in self.deferred else None,
+            self.weight_grads.deferral if stage in self.deferred else None,
             bound.runs if bound else None,
             (self.recomputation, run_of),
             bound if bound is not None and self.plan.activations[stage].partitioned else None,

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from gems.errors import TraceError
 from gems.torch.autograd.absent_gradient import absent, is_absent
 from gems.torch.autograd.saved_tensors import SavedTensors, unpacked
-from gems.torch.autograd.split_backward import Entry, receive, settle
+from gems.torch.autograd.split_backward import Entry, flush, receive
 from gems.torch.offload.activations import OffloadedTensors
 from gems.torch.offload.stores import Store
 from gems.torch.runtime.activation_checkpoint import as_it_was, snapshot, touched
@@ -175,17 +175,17 @@ class StageRunner:
     ) -> Iterator[None]:
         """What a stage runs in: autocast, and the hooks on tensors that autograd saves."""
         context = ForwardContext() if bound is None else bound.context
-        ledger = self.programs.ledger
+        store = self.programs.weight_grads
         with ExitStack() as stack:
             stack.enter_context(self.programs.autocast())
             stack.enter_context(SavedTensors(tiles, offloaded).hooks())
-            context.saved, ledger.saved = tiles, SavedTensors(offloaded)
-            ledger.page = context.deferred = deferred
+            context.saved, store.saved = tiles, SavedTensors(offloaded)
+            store.entries = context.deferred = deferred
             try:
                 yield
             finally:
-                ledger.page = context.deferred = context.saved = None
-                ledger.saved = SavedTensors()
+                store.entries = context.deferred = context.saved = None
+                store.saved = SavedTensors()
 
     def _note_edges(
         self, state: StepState, stage: int, i: int, results: Tensors, saved: SavedMicrobatch
@@ -255,7 +255,7 @@ class StageRunner:
     def weight_gradients(self, state: StepState, stage: int, i: int) -> None:
         saved = state.saved.pop((stage, i))
         if saved.deferred:
-            settle(saved.deferred)
+            flush(saved.deferred)
 
     def _agree_on_absence(self, state: StepState, stage: int, i: int, summed: Tensors) -> None:
         """A rank whose tile has no cells cannot see whether a gradient exists. The spatial group

@@ -24,7 +24,7 @@ from gems.geometry.box import Box
 from gems.geometry.layout import Layout, clipped
 from gems.geometry.window import Slide, Window
 from gems.torch.autograd.saved_tensors import PackedTensor
-from gems.torch.autograd.split_backward import Settle, accumulate, watched
+from gems.torch.autograd.split_backward import WeightGrad, accumulate, watched
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.tile import ForwardContext, Tile
 
@@ -123,8 +123,8 @@ class OverlapConv(torch.autograd.Function):
         if pending is not None:
             pending.add_to(dx)
         if ctx.deferred is not None and any(learns):
-            settle = _deferred(plan, ctx.parameters, halos, tuple(learns))
-            ctx.deferred.append((settle, PackedTensor(x, x._version), g))
+            weight_grad = _deferred(plan, ctx.parameters, halos, tuple(learns))
+            ctx.deferred.append((weight_grad, PackedTensor(x, x._version), g))
         return dx, _sum(tile, dw), db, None
 
 
@@ -144,18 +144,18 @@ def _halo_gradients(
 
 def _deferred(
     plan: OverlapPlan, parameters: Any, halos: Sequence[Tensor], learns: tuple[bool, bool]
-) -> Settle:
+) -> WeightGrad:
     """The weight gradient, deferred."""
     weight, bias = parameters
 
-    def settle(x: Tensor, g: Tensor) -> None:
+    def weight_grad(x: Tensor, g: Tensor) -> None:
         held = weight.detach()
         _, dw = _halo_gradients(plan, g, halos, held, (False, learns[0], False))
         _, tile, db = plan.whole.backward(g, x, held, (False, *learns))
         accumulate(weight, _sum(tile, dw))
         accumulate(bias, db)
 
-    return settle
+    return weight_grad
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
