@@ -64,7 +64,7 @@ def test_stores_follow_messages_and_loads_come_one_action_early() -> None:
     first = str(lowered(GPIPE)).splitlines()[0]
     assert first == (
         "0: 0F0 0F0>1 0S0 0F1 0F1>1 0S1 0F2 0F2>1 0S2 0F3 0F3>1 0S3 0F4 0F4>1 0B5<1 0F5 0F5>1 "
-        "0B4<1 0B5 0B3<1 0L3 0B4 0B2<1 0L2 0B3 0B1<1 0L1 0B2 0B0<1 0L0 0B1 0B0 0A"
+        "0B4<1 0B5 0B3<1 0L3 0B4 0B2<1 0L2 0B3 0B1<1 0L1 0B2 0B0<1 0L0 0B1 0B0 0A 0O"
     )
     assert parse(str(lowered(GPIPE))) == lowered(GPIPE)
 
