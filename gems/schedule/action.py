@@ -111,7 +111,7 @@ class Action:
 
 LONGEST = 60  # characters of an action: numbers of a dozen digits
 SPELLED = re.compile(
-    r"(\d+)([FBIW]|[RSL](?![\d.]+[<>]))(\d+)(?:\.(\d+))?(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([AUDO])"
+    r"(\d+)([FBIW]|[RSL](?![\d.]+[<>]))(\d+)(?:\.(\d+))?(?:([<>])(\d+))?(?:@(\d+))?|(\d+)([AUDTOG])"
 )
 
 

@@ -173,7 +173,7 @@ class ScheduleMachine:
                     continue
                 group = self._group(rank, action)
                 if rank != group[0]:
-                    awake[group[0]] = True
+                    awake[group[0]] = awake[group[0]] or self.next_action(group[0]) == action
                 elif not self.unready(rank, group):
                     step = self._advance(group, action)
                     for other in (*group, *self._concerned(step)):

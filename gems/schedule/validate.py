@@ -172,7 +172,7 @@ def _wrong_reductions(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
     Collectives on one device pair up by order, so two ranks must not issue two of them crosswise.
     """
-    if not any(action.kind is Kind.ALL_REDUCE for _, action in schedule):
+    if not any(action.kind in (Kind.ALL_REDUCE, *UPDATE) for _, action in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         done: set[int] = set()
@@ -285,7 +285,7 @@ def _wrong_stores(schedule: Schedule, plan: Plan) -> Iterator[str]:
 def _wrong_steps(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """What follows the all-reduces: gradients of tied stages are summed once, each stage has one
     optimizer step, and weights that are updated shard by shard are gathered."""
-    if not any(a.kind is Kind.ALL_REDUCE for _, a in schedule):
+    if not any(action.kind in (Kind.ALL_REDUCE, *UPDATE) for _, action in schedule):
         return
     for rank, row in enumerate(schedule.ranks):
         due = _due(rank, plan)
