@@ -203,7 +203,8 @@ class Session(DistributedModel):
             factor *= self.clip / (norm + 1e-6)
         try:
             with self._stepping():
-                updated = self._check_overflow(norm)
+                later = len(self.unstepped) < len(self.optimizers)  # than another, which looked
+                updated = self.scale is None or later or self.scale.accepts(norm)
                 if updated:
                     self._update(chosen, factor)
         except BaseException as error:  # some weights have made their step, and some have not
@@ -216,14 +217,6 @@ class Session(DistributedModel):
         if self.on_disk:
             trim()
         return updated
-
-    def _check_overflow(self, norm: float) -> bool:
-        """With fp16, follow the loss scale once for every batch; whether gradients are finite."""
-        if self.scale is None or len(self.unstepped) < len(self.optimizers):
-            return True
-        finite = math.isfinite(norm)
-        self.scale.update(not finite)
-        return finite
 
     def _update(self, chosen: list[RankOptimizer], factor: float) -> None:
         for own in chosen if self.plan.residency[0].eager else ():
