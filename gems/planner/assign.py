@@ -108,7 +108,10 @@ def _unknown(name: str, graph: Graph) -> str:
         ".".join(b.name.split(".")[:depth]) for b in graph.blocks for depth in (1, 2, 3)
     )
     close = difflib.get_close_matches(name, modules, 3) or list(modules)[:5]
-    return f"no block of the model is called {name!r}; did you mean {', '.join(close)}?"
+    return (
+        f"no block of the model is called {name!r}; did you mean {', '.join(close)}? A module that "
+        "computes nothing has no block: leave it out"
+    )
 
 
 def _backwards(graph: Graph, stage_of: list[int]) -> list[str]:
