@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,9 @@ def test_complete_gradients_are_stepped_with_or_forgotten():
         session.forward_backward(*data()[0])
         with pytest.raises(GemsError, match="optimizer_step"):
             session.forward_backward(*data()[1])
-        with pytest.raises(GemsError, match="gradients wait"):
-            session.save("nowhere")
+        for method in (session.save, session.load):
+            with pytest.raises(GemsError, match="gradients wait"):
+                method("nowhere")
         with pytest.raises(GemsError, match="call optimizer_step"):
             optimizer.step()
         session.zero_grad()
@@ -306,6 +308,41 @@ def test_one_of_two_optimizers_may_step_alone():
         session.forward_backward(*data()[1])
 
     alone(body)
+
+
+def test_optimizers_that_step_one_by_one_follow_one_loss_scale():
+    """The first one's step may change the scale; gradients were scaled by the one before."""
+
+    def body(session: Session, apart: bool) -> None:
+        add_two(session)
+        assert session.scale is not None
+        session.scale.patience = 1  # it doubles with every step
+        for batch in data():
+            session.forward_backward(*batch)
+            if apart:
+                for own in list(session.optimizers):
+                    assert session.optimizer_step(own.optimizer)
+            else:
+                assert session.optimizer_step()
+        assert session.scale.value == 2.0 ** (16 + len(data()))
+        states.append(session.state_dict())
+
+    states: list[Any] = []
+    for apart in (False, True):
+        alone(partial(body, apart=apart), precision="fp16")
+    same_state(states[1], states[0], 0.0)
+
+
+def test_an_optimizer_of_named_parameters_is_taken():
+    def body(session: Session) -> None:
+        session.add_optimizer(torch.optim.SGD(session.model.named_parameters(), 0.1))
+        before = session.state_dict()
+        session.forward_backward(*data()[0])
+        session.optimizer_step()
+        after = session.state_dict()
+        assert not any(torch.equal(before[n], after[n]) for n in before if before[n].dim() > 1)
+
+    alone(body, PLANS["zero 1"])
 
 
 def test_what_a_session_cannot_do_raises():

@@ -71,7 +71,8 @@ class Session(DistributedModel):
         self.complete = False  # whether gradients are, and wait for an optimizer step
         self.unstepped: list[RankOptimizer] = []  # with them
         self.result = BatchResult(math.nan, 0)  # of the last batch
-        self.norm = 0.0  # of its gradients, times the loss scale
+        self.scaled = 1.0  # its loss, by so much (fp16)
+        self.norm = 0.0  # of its gradients, scaled
         self.chosen: list[RankOptimizer] = []  # that the engine steps
         self.factor = 1.0  # of the gradients that they step with
         self.async_pipeline = AsyncPipeline(self) if self.plan.asynchronous else None
@@ -149,7 +150,7 @@ class Session(DistributedModel):
     def gradient_factor(self) -> float:
         """What the optimizer step multiplies gradients by: they were averaged over the first
         batch's samples, and may be scaled (fp16)."""
-        return self.first / self.window / (self.scale.value if self.scale else 1.0)
+        return self.first / self.window / self.scaled
 
     def _begin(self, inputs: Any, targets: Any, before: Rollback) -> Batch:
         """Get ready for a batch, and see that all ranks are about to run the same one."""
@@ -159,7 +160,8 @@ class Session(DistributedModel):
                 self.first = batch.samples
             # Losses are weighed so that gradients are averaged over all samples of the window; the
             # first batch does not know their number, so the optimizer step mends it.
-            scale = batch.samples / self.first * (self.scale.value if self.scale else 1.0)
+            self.scaled = self.scale.value if self.scale else 1.0
+            scale = batch.samples / self.first * self.scaled
             self.weights.needs_norm = self.clip is not None or self.scale is not None
             self.batches.state = begin_step(
                 self.runner, batch, self.steps, training=True, scale=scale, update=self.updates
@@ -323,9 +325,7 @@ class Session(DistributedModel):
             save_load as checkpoint,  # loads DCP, for which those who do not save need not wait
         )
 
-        self.reject_unusable()
-        if self.complete:
-            raise GemsError("save: gradients wait for optimizer_step(); call it, or zero_grad()")
+        _reject_complete(self, "save")
         self._meet("save")
         with self.weights.unsharded():
             return checkpoint.save(self, path, extra, keep)
@@ -341,9 +341,16 @@ class Session(DistributedModel):
         """
         from gems.torch.checkpoint import save_load as checkpoint
 
+        _reject_complete(self, "load")
         self._meet("load")
         with self.weights.unsharded():
             return checkpoint.load(self, path, strict)
+
+
+def _reject_complete(session: Session, call: str) -> None:
+    session.reject_unusable()
+    if session.complete:
+        raise GemsError(f"{call}: gradients wait for optimizer_step(); call it, or zero_grad()")
 
 
 def _reject_batch(session: Session) -> None:

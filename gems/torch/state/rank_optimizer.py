@@ -106,6 +106,7 @@ def _keep_held(optimizer: Optimizer, weights: RankWeights) -> None:
                     "session's; make it of session.model.parameters(), after the session"
                 )
         group["params"] = [p for p in group["params"] if id(p) in here]
+        group.pop("param_names", None)  # of parameters that may not be here, or only in part
     for p in [p for p in optimizer.state if id(p) not in here]:
         del optimizer.state[p]
 
