@@ -327,7 +327,7 @@ def test_what_is_put_away_on_disk_is_in_the_folder_that_was_given(
     assert main(["train", *TINY, *plan, nowhere, "--out", str(tmp_path / "b")]) == 1
     assert f"cannot make a file for offloaded memory in {nowhere}" in capsys.readouterr().err
     assert main(["train", *TINY, "--offload-folder", nowhere, "--out", str(tmp_path / "c")]) == 1
-    assert "puts nothing away on disk" in capsys.readouterr().err
+    assert "offloads nothing to disk" in capsys.readouterr().err
 
 
 @shows("--timeout")
