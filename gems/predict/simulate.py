@@ -60,7 +60,7 @@ def simulate(
     residency = plan.residency_over(copies)
 
     def offload_seconds(action: Action) -> float:
-        return _offload_seconds(action, residency[action.stage], plan, costs, over, state)
+        return _offload_seconds(action, residency[action.stage], costs, over, state)
 
     def seconds(rank: int, action: Action) -> float:
         if action.kind is Kind.OPTIMIZER_STEP:
@@ -145,7 +145,6 @@ def _collective_seconds(
 def _offload_seconds(
     action: Action,
     residency: StateResidency,
-    plan: Plan,
     costs: Costs,
     over: Link | Machine | None,
     state: float,

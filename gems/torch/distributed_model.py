@@ -18,7 +18,6 @@ from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Timeline, merged
 from gems.schedule.action import Schedule
-from gems.schedule.lower.passes import forward_only
 from gems.torch import fingerprint
 from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.weight_files import write_weights
@@ -144,8 +143,8 @@ class DistributedModel:
         self.weights = self.runner.weights
         self.batches = OneBatch()
         self.adapter = TorchAdapter(self.runner, self.batches)
-        only = forward_only(self.plan)
-        self.predictor = Engine(self.plan, only, self.adapter, self.transport)
+        predicting = self.part.predicting
+        self.predictor = Engine(self.plan, predicting, self.adapter, self.transport)
         if self.on_disk:
             trim()
         self.runner.programs.remember(sample, found.traced)

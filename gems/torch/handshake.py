@@ -116,8 +116,6 @@ class Handshake:
 
     def optimizers(self, weights: RankWeights) -> dict[str, Any]:
         """What of this rank's newest optimizer must be the same on all ranks."""
-        if not self.session.optimizers:
-            return {"kinds": "none"}
         own = self.session.optimizers[-1]
         several = {
             id(p): name
@@ -139,8 +137,6 @@ class Handshake:
                 f"ranks have different optimizers or schedulers: {listed(kinds)}. Give all ranks "
                 "the same"
             )
-        if not self.session.optimizers:
-            return
         self.session.optimizers[-1].compared = settings.shared(found)
         for name in {name for mine in found for name in mine["replicated"]}:
             ranks = [rank for rank, mine in enumerate(found) if name in mine["replicated"]]

@@ -46,6 +46,7 @@ class RankModel:
         """Keep the weights of this rank's stages, initialise those that have no values yet."""
         self.model, self.loss, self.where, self.seed = model, loss, where, seed
         self.plan, self.schedule = found.plan, found.schedule
+        self.predicting = forward_only(found.plan)
         self.transport, self.rank = where.transport, where.transport.rank
         self.offload_folder = offload_folder
         self.stores: list[Store] = []
@@ -100,10 +101,10 @@ class RankModel:
         self.runner = self._make_runner(self.deferred, regularizer)
 
     def _prepare_links(self) -> None:
-        plan, predicting = self.plan, forward_only(self.plan)
+        plan = self.plan
         links = {
             (rank, other, 0)
-            for schedule, numbered in ((self.schedule, plan.unrolled), (predicting, plan))
+            for schedule, numbered in ((self.schedule, plan.unrolled), (self.predicting, plan))
             for rank, a in schedule
             if a.way == ">"
             for other in numbered.spatial_group_for(a.peer, a.micro_batch)

@@ -133,7 +133,8 @@ def _own_part(
     sharded = {name for shard in _sharded(trainer) for name in shard.param_shards}
     for number, own in enumerate(trainer.optimizers):
         named = named_state(own.optimizer, trainer.weights.stepped())
-        saved = _optimizer(own, named, f"shared.{number or ''}".rstrip("."), shared)
+        at = f"shared.{number}" if number else "shared"
+        saved = _optimizer(own, named, at, shared)
         part["names"].append(named.names)
         part["options"].append(saved["optimizer"]["groups"])
         if number:

@@ -111,8 +111,8 @@ class RankWeights:
             for name, p in self.stepped().items()
             if p.grad is not None and name in counted
         ]
-        freed = [(n, square) for shard in shards for n, square in shard.grad_squares.items()]
-        return sum(here) + sum(square for name, square in freed if name in counted)
+        freed = [item for shard in shards for item in shard.grad_squares.items()]
+        return sum(here) + sum(squares for name, squares in freed if name in counted)
 
     def release_leaked_views(self) -> None:
         for shard in self.shards.values():
