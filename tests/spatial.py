@@ -28,7 +28,7 @@ from gems.torch.runtime.codegen import write
 from gems.torch.runtime.streaming import Stream
 from gems.torch.spatial.group import SpatialGroup, Traffic
 from gems.torch.spatial.partition import StageLayout, lay_out
-from gems.torch.spatial.patches import lay_out_patches
+from gems.torch.spatial.patch_layout import lay_out_patches
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws

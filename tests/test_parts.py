@@ -12,7 +12,7 @@ from torch import nn
 
 from gems.errors import PlanError
 from gems.plans.plan import Plan
-from gems.predict.memory import live
+from gems.predict.memory_trace import live
 from gems.schedule.action import Kind
 from gems.torch.spatial.group import CHANNEL, SpatialGroup
 from gems.torch.spatial.partitioned_activations import PartitionedActivations

@@ -26,7 +26,7 @@ from gems.planner.search import search
 from gems.planner.two_buffers import step_seconds
 from gems.plans.fields import BATCHES
 from gems.plans.plan import Plan
-from gems.predict.memory import live
+from gems.predict.memory_trace import live
 from gems.predict.simulate import simulate, virtual
 from gems.predict.timeline import Event, Timeline
 from gems.schedule.action import Action, Kind, Schedule, parse

@@ -11,7 +11,7 @@ from __future__ import annotations
 from benchmarks.papers.tables import table
 from gems.model.costs import Cost, Costs, Edge
 from gems.plans.plan import Plan
-from gems.predict.memory import live
+from gems.predict.memory_trace import live
 from gems.predict.simulate import simulate
 from gems.schedule.build import lowered
 

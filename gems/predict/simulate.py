@@ -19,7 +19,7 @@ from gems.model.costs import Costs
 from gems.plans.fields import BATCHES
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM, StateResidency
-from gems.predict.memory import kept, live
+from gems.predict.memory_trace import kept, live
 from gems.predict.timeline import Event, Timeline
 from gems.schedule.action import (
     COLLECTIVES,

@@ -1,8 +1,8 @@
 """The state machine of a schedule: which action may run next, and what it waits for.
 
 It is pure, and knows neither seconds nor bytes. Its drivers add those: `predict/simulate.py` lays
-its transitions out in time, `predict/memory.py` counts bytes by what is in flight on each rank,
-`validate.py` reports where it gets stuck, and `engine/executor.py` runs one rank of it for real.
+its transitions out in time, `predict/memory_trace.py` counts bytes by what is in flight on each
+rank, `validate.py` reports where it gets stuck, and `engine/executor.py` runs one rank for real.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from gems.torch.runtime.microbatch import read_box
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.op import Run
 from gems.torch.spatial.partition import StageLayout
-from gems.torch.spatial.patches import one_patch
+from gems.torch.spatial.patch_layout import one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws

@@ -12,7 +12,7 @@ from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
 from gems.model.graph import ITEMSIZE, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
-from gems.torch.spatial.patches import ends, unstreamable
+from gems.torch.spatial.patch_layout import ends, unstreamable
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.trace import Trace
 

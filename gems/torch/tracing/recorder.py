@@ -19,8 +19,8 @@ from gems.torch.tracing.caches import forget_cached, uncompiled
 from gems.torch.tracing.call_recorder import CallRecorder
 from gems.torch.tracing.calls import Record, name_of
 from gems.torch.tracing.fake_weights import FakeWeights
+from gems.torch.tracing.intercepted_calls import patched
 from gems.torch.tracing.norm_calls import known_momentum, tracked
-from gems.torch.tracing.patches import patched
 from gems.torch.tracing.reads import Reads
 from gems.torch.tracing.real_run import real_run
 from gems.torch.tracing.unrecordable import Unrecordable, reason
