@@ -492,3 +492,28 @@ def test_the_whole_one_loads(whole: Path, tmp_path: Path, pair: Any) -> None:
     """And so does a copy elsewhere, under another name."""
     shutil.copytree(whole, tmp_path / "copy")
     assert pair(lambda trainer: trainer.load(tmp_path / "copy")) == [{"at": 2}] * 2
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf")])
+def test_a_learning_rate_in_a_tensor_that_is_not_finite_is_rejected(
+    rate: float, tmp_path: Path
+) -> None:
+    """It is known only once the tensors are read; nothing has changed by then."""
+
+    def made() -> Trainer:
+        return Trainer(
+            network(0),
+            torch.nn.functional.cross_entropy,
+            lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), momentum=0.9),
+            torch.randn(2, 3, 8, 8, dtype=torch.float64),
+        )
+
+    trainer = made()
+    trainer.optimizer.param_groups[0]["lr"].fill_(rate)
+    trainer.save(tmp_path / "step")
+    other = made()
+    before = other.state_dict()
+    with pytest.raises(CheckpointError, match="lr of group 0 of the optimizer is not a finite"):
+        other.load(tmp_path / "step")
+    same_state(other.state_dict(), before, 0.0)
+    assert other.optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
