@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gems.predict.timeline import Memory
@@ -10,6 +10,7 @@ from gems.schedule.action import Message
 from gems.transport.protocol import Work
 
 Tensors = dict[str, Any]
+Reduce = Callable[[Any], None]  # begin to all-reduce a flat buffer over a stage's replica group
 
 
 class Adapter(Protocol):
@@ -28,9 +29,18 @@ class Adapter(Protocol):
         ...
 
     def backward(
-        self, stage: int, micro_batch: int, gradients: Sequence[Tensors], *, whole: bool
+        self,
+        stage: int,
+        micro_batch: int,
+        gradients: Sequence[Tensors],
+        *,
+        whole: bool,
+        reduce: Reduce | None = None,
     ) -> Tensors:
-        """Gradients of the inputs, given the outputs'. Not `whole`: those of weights follow."""
+        """Gradients of the inputs, given the outputs'. Not `whole`: those of weights follow.
+
+        `reduce`: the stage's last, inside which it may begin to all-reduce parts of `bucket`.
+        """
         ...
 
     def weight(self, stage: int, micro_batch: int) -> None:
@@ -56,7 +66,8 @@ class Adapter(Protocol):
         ...
 
     def bucket(self, stage: int) -> list[Any]:
-        """Gradients to all-reduce over the replica group of a stage, in place."""
+        """Gradients to all-reduce over the replica group of a stage, in place; but for those that
+        its last backward has begun to."""
         ...
 
     def scattered(self, stage: int) -> list[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gems.engine.adapter import Adapter, Tensors
@@ -13,6 +15,7 @@ from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Meter, Timeline
 from gems.schedule.action import OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
+from gems.schedule.lower.reduce import last_backwards
 from gems.schedule.machine import InFlight
 from gems.transport.protocol import Done, Transport, Work
 
@@ -48,6 +51,7 @@ class Engine:
             )
         self.receipts = receipts(schedule, plan)[transport.rank]
         self.end = _end(plan, self.actions)
+        self.last = last_backwards(self.actions, plan)
 
     def step(self, number: int = 0) -> Timeline:
         """Run all actions once but the update at the end, if there is one: before that, ranks must
@@ -70,7 +74,7 @@ class Engine:
         self.meter = Meter(self.adapter.resident_memory())
         self.messages = Messages(self.plan, self.adapter, self.transport)
         self.in_flight = InFlight(self.plan)
-        self.handles: dict[Action, list[Work]] = {}
+        self.handles: dict[Action, list[Work]] = defaultdict(list)
 
     def run(
         self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
@@ -81,7 +85,9 @@ class Engine:
         self.stamps: list[tuple[Action, Any, Any, Memory]] = []
         self.at = "the start"
         try:
-            self._run_all(actions)
+            for action in actions:
+                if action.kind in OF_STAGE or not self.adapter.skips(action.micro_batch):
+                    self._run(action)
             if ends:
                 self._finish()
         except BaseException as error:
@@ -91,15 +97,9 @@ class Engine:
             raise
         return self._timeline()
 
-    def _run_all(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if action.kind not in OF_STAGE and self.adapter.skips(action.micro_batch):
-                continue
-            log.debug("rank %s %s", self.transport.rank, action)
-            self.at = str(action)
-            self._run(action)
-
     def _run(self, action: Action) -> None:
+        log.debug("rank %s %s", self.transport.rank, action)
+        self.at = str(action)
         for begun in self.in_flight.begin(action):
             COMPLETE[begun.kind](self, begun)
         if action.way:
@@ -164,9 +164,10 @@ class Engine:
             self.messages.take(Message("gradient", sink, s, i, action.part)) for sink in sinks
         ]
         whole = action.kind is Kind.BACKWARD
+        reduce = partial(self._all_reduce, s) if action in self.last else None
 
         def work() -> None:
-            found = self.adapter.backward(s, i, gradients, whole=whole)
+            found = self.adapter.backward(s, i, gradients, whole=whole, reduce=reduce)
             gradients.clear()
             self.meter.spike("activations", self.adapter.temporary_bytes(s, i))
             if whole:
@@ -194,6 +195,10 @@ class Engine:
 
     # --- weights, gradients, optimizer state ------------------------------------------------
 
+    def _all_reduce(self, stage: int, buffer: Any) -> None:
+        handle = self.transport.all_reduce(buffer, self.plan.replica_groups[stage])
+        self.handles[Action(Kind.ALL_REDUCE, stage)].append(handle)
+
     def _reduce(self, action: Action) -> None:
         ranks = self.plan.replica_groups[action.stage]
         if len(ranks) == 1:  # complete; if the weights are offloaded, not needed on the device
@@ -202,10 +207,10 @@ class Engine:
             return
 
         def work() -> None:
-            s, to = action.stage, self.transport
-            handles = [to.all_reduce(buffer, ranks) for buffer in self.adapter.bucket(s)]
-            handles += [to.reduce_scatter(buffer, ranks) for buffer in self.adapter.scattered(s)]
-            self.handles[action] = handles
+            for buffer in self.adapter.bucket(action.stage):
+                self._all_reduce(action.stage, buffer)
+            shards = self.adapter.scattered(action.stage)
+            self.handles[action] += [self.transport.reduce_scatter(x, ranks) for x in shards]
 
         self._stamped(action, work)
 
@@ -311,18 +316,15 @@ class Engine:
     # --- what was measured --------------------------------------------------------------------
 
     def _timeline(self) -> Timeline:
-        rank, events, memory = self.transport.rank, [], []
+        events, memory = [], []
         for action, begin, end, live in self.stamps:
-            start, cpu_start = self.adapter.seconds(begin)
-            stop, cpu_stop = self.adapter.seconds(end)
-            events.append(Event(rank, str(action), start, stop, cpu_stop - cpu_start))
+            (start, cpu_start), (stop, cpu_stop) = map(self.adapter.seconds, (begin, end))
+            events.append(
+                Event(self.transport.rank, str(action), start, stop, cpu_stop - cpu_start)
+            )
             memory.append((stop, live))
-        return Timeline(
-            tuple(events),
-            memory=(tuple(memory),),
-            peaks=(self.meter.peak,),
-            max_in_flight=(self.meter.max_in_flight,),
-        )
+        peaks, most = (self.meter.peak,), (self.meter.max_in_flight,)
+        return Timeline(tuple(events), memory=(tuple(memory),), peaks=peaks, max_in_flight=most)
 
 
 def _end(plan: Plan, actions: Sequence[Action]) -> int:

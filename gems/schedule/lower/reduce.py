@@ -47,6 +47,20 @@ def reduce(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
     return Schedule(tuple(lowered))
 
 
+def overlaps(plan: Plan, stage: int) -> bool:
+    """Whether the all-reduce of a stage's gradients may begin inside its last backward: not if its
+    ranks hold another stage too, which they might come to in another order."""
+    ranks = plan.replica_groups[stage]
+    alone = len(ranks) > 1 and plan.replica_groups.count(ranks) == 1
+    return alone and plan.grad_sync == "overlap" and not plan.asynchronous
+
+
+def last_backwards(row: Sequence[Action], plan: Plan) -> set[Action]:
+    """The backwards of a rank inside which an all-reduce may begin."""
+    last = {a.stage: a for a in row if a.computes}
+    return {a for s, a in last.items() if a.kind is Kind.BACKWARD and overlaps(plan, s)}
+
+
 def _update(rank: int, plan: Plan, residency: Sequence[StateResidency]) -> Iterator[Action]:
     """What a rank does once it has reduced the gradients of all its stages."""
     mine = plan.stages_on[rank]

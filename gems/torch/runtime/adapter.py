@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gems.engine.adapter import Reduce
 from gems.predict.timeline import Memory
 from gems.schedule.action import Message
 from gems.torch.offload.activations import OffloadedTensors
@@ -81,10 +82,16 @@ class TorchAdapter:
         self.runner.recompute(state, stage, i)
 
     def backward(
-        self, stage: int, micro_batch: int, gradients: Sequence[Tensors], *, whole: bool
+        self,
+        stage: int,
+        micro_batch: int,
+        gradients: Sequence[Tensors],
+        *,
+        whole: bool,
+        reduce: Reduce | None = None,
     ) -> Tensors:
         state, i = self.batches.running(micro_batch)
-        return self.runner.backward(state, stage, i, gradients, whole=whole)
+        return self.runner.backward(state, stage, i, gradients, whole=whole, reduce=reduce)
 
     def weight(self, stage: int, micro_batch: int) -> None:
         state, i = self.batches.running(micro_batch)

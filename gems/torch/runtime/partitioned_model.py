@@ -34,7 +34,7 @@ from gems.torch.spatial.partition import (
     spatial_dims,
     traffic,
 )
-from gems.torch.spatial.patches import lay_out_patches
+from gems.torch.spatial.patch_layout import lay_out_patches
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call
@@ -66,6 +66,8 @@ class PartitionedModel:
     losses: dict[Any, TiledLoss] = field(default_factory=dict)
     transfers: dict[tuple[Any, ...], Transfer] = field(default_factory=dict)
     changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
+    # How often the last backward of each stage accumulated a gradient, by parameter id.
+    accumulations: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for stage, grid in enumerate(self.plan.grids):

@@ -25,6 +25,7 @@ from gems.torch.runtime.streaming import Stream
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import TiledStage
+from gems.torch.state.overlapped_reduction import OverlappedReduction, Start
 from gems.torch.state.rank_weights import RankWeights, size
 
 Tensor = torch.Tensor
@@ -226,9 +227,19 @@ class StageRunner:
     # --- backward -----------------------------------------------------------------------------
 
     def backward(
-        self, state: StepState, stage: int, i: int, gradients: Sequence[Tensors], *, whole: bool
+        self,
+        state: StepState,
+        stage: int,
+        i: int,
+        gradients: Sequence[Tensors],
+        *,
+        whole: bool,
+        reduce: Start | None = None,
     ) -> Tensors:
-        """Gradients of what was received; not `whole`: those of weights are a later action."""
+        """Gradients of what was received; not `whole`: those of weights are a later action.
+
+        `reduce` begins to all-reduce gradients of weights; this backward completes them.
+        """
         state.place_gradients(stage, self.weights)
         saved = state.saved.pop((stage, i)) if whole else state.saved[stage, i]
         summed = _summed(gradients)
@@ -239,7 +250,10 @@ class StageRunner:
         del summed, gradients
         if roots:
             self.draws.at(state.step, i)  # a recomputed run draws what it drew before
-            with self._recomputing(state, stage, i, saved.deferred):
+            with (
+                self._recomputing(state, stage, i, saved.deferred),
+                self._reducing(state, stage, i, reduce),
+            ):
                 edges, seeds = zip(*roots, strict=True)
                 del roots
                 torch.autograd.backward(edges, seeds)
@@ -251,6 +265,14 @@ class StageRunner:
             if name not in found:  # no path from the loss leads here, but its sender waits for it
                 found[name] = self._absent(state, stage, i, name)
         return found
+
+    def _reducing(
+        self, state: StepState, stage: int, i: int, reduce: Start | None
+    ) -> AbstractContextManager[None]:
+        if reduce is None or not state.update:
+            return nullcontext()
+        counts = state.partitions[i].accumulations.setdefault(stage, {})
+        return OverlappedReduction(state.buckets[stage], counts, reduce)
 
     def weight_gradients(self, state: StepState, stage: int, i: int) -> None:
         saved = state.saved.pop((stage, i))

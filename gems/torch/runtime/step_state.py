@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gems.schedule.lower.reduce import overlaps
 from gems.torch.autograd.saved_tensors import Saved
 from gems.torch.autograd.split_backward import Entry
 from gems.torch.offload.activations import OffloadedTensors
@@ -69,6 +70,7 @@ class StepState:
             weights.parameters(stage) if self.update else [],
             self.statistics[stage].sums if stage in self.statistics else [],
             shard.allocate_grads() if shard else None,
+            chunked=overlaps(weights.plan, stage),
         )
 
     def finish_reduction(self, stage: int, weights: RankWeights) -> None:
