@@ -33,7 +33,8 @@ LAYERS = (
 # Inside `gems/torch`, by the same rule.
 TORCH_LAYERS = (
     (INIT,),
-    ("measure_machine",),
+    ("doctor", "measure_machine"),
+    ("parity",),
     ("trainer",),
     ("session",),
     ("async_pipeline", "distributed_model"),

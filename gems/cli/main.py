@@ -8,7 +8,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gems.cli import check, config, draw, eval, machine, plan, simulate, trace, train
+from gems.cli import (
+    check,
+    config,
+    doctor,
+    draw,
+    eval,
+    machine,
+    plan,
+    simulate,
+    trace,
+    train,
+    verify,
+)
 from gems.cli.numbers import bound
 from gems.errors import GemsError, short
 from gems.version import __version__
@@ -32,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"gems {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, eval, plan, simulate, draw, check, trace, machine):
+    for command in (train, eval, plan, simulate, draw, check, verify, trace, machine, doctor):
         command.add(commands)
     for subparser in commands.choices.values():
         file = " [FILE]" if any(a.dest == "file" for a in subparser._actions) else ""

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import IO
 
 from gems.transport.private import VARIABLE, create
 
@@ -32,8 +33,11 @@ PR_SET_PDEATHSIG = 1
 PATIENCE = 15.0  # seconds that ranks get to end by themselves once one has failed
 
 
-def start(command: Sequence[str], world: int) -> int:
-    """Run `command` once per rank; 0 if all succeed, else the first failing rank's exit code."""
+def start(command: Sequence[str], world: int, stderr: IO[str] | None = None) -> int:
+    """Run `command` once per rank; 0 if all succeed, else the first failing rank's exit code.
+
+    `stderr` is a file for what ranks write there, instead of this process's own.
+    """
     folder = create("launcher")
     theirs, ours = os.pipe()  # nothing is ever written
     processes: list[subprocess.Popen[bytes]] = []
@@ -43,9 +47,11 @@ def start(command: Sequence[str], world: int) -> int:
                 VARIABLE: str(folder.path),
                 LAUNCHER: f"{os.getpid()} {theirs}",
             }
-            processes.append(subprocess.Popen(command, env=environment, pass_fds=(theirs,)))
+            processes.append(
+                subprocess.Popen(command, env=environment, pass_fds=(theirs,), stderr=stderr)
+            )
         with _passing_on(processes):
-            code = _watch(processes)
+            code = _watch(processes, stderr)
         return 128 - code if code < 0 else code  # a shell's exit code for a signal
     finally:
         for process in processes:
@@ -116,16 +122,15 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
+def _watch(processes: list[subprocess.Popen[bytes]], stderr: IO[str] | None) -> int:
     failed, since = 0, 0.0
     while any(process.poll() is None for process in processes):
         codes = [process.poll() for process in processes]
         bad = [(rank, code) for rank, code in enumerate(codes) if code]
         if bad and not failed:
             (rank, failed), since = bad[0], time.monotonic()
-            print(
-                f"rank {rank} ended with exit code {failed}; stopping the others", file=sys.stderr
-            )
+            told = f"rank {rank} ended with exit code {failed}; stopping the others"
+            print(told, file=stderr or sys.stderr, flush=True)
         if failed and time.monotonic() - since > PATIENCE:
             break
         time.sleep(0.05)
