@@ -99,11 +99,11 @@ def error(name: str, ranks: Ranks, micro_batches: int, cut: Balance) -> dict[str
 
 def build(
     name: str, micro_batches: int, cut: Balance, dtype: torch.dtype = torch.float32,
-    pixels: int = PIXELS,
+    pixels: int = PIXELS, optimizer: type[Still] = Still,
 ) -> Trainer:  # fmt: skip
     sample = torch.empty(BATCH // micro_batches, CHANNELS, pixels, pixels, dtype=dtype)
     plan = OURS[name].plan(dist.get_world_size(), micro_batches, cut)
-    return Trainer(network(dtype), loss, lambda p: Still(p, 0.1), sample, plan, costs="measure")
+    return Trainer(network(dtype), loss, lambda p: optimizer(p, 0.1), sample, plan, costs="measure")
 
 
 @cache
@@ -145,17 +145,16 @@ def peak_bytes(name: str, micro_batches: int, cut: Balance) -> int:
 
 def errors(name: str, micro_batches: int, cut: Balance) -> dict[str, float]:
     want, gradients = plain.reference(micro_batches, CHECK_PIXELS)
-    trainer = build(name, micro_batches, cut, torch.float64, CHECK_PIXELS)
     found: dict[str, torch.Tensor] = {}
-    note = trainer.optimizer.zero_grad
 
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        found.update(
-            {n: p.grad.clone() for n, p in trainer.session.weights.named_parameters().items()}
-        )
-        note(*args, **kwargs)
+    class Noting(Still):
+        """Keeps what it would step with."""
 
-    trainer.optimizer.zero_grad = zero_grad
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            mine = trainer.session.weights.named_parameters()
+            found.update({name: p.grad.clone() for name, p in mine.items()})
+
+    trainer = build(name, micro_batches, cut, torch.float64, CHECK_PIXELS, Noting)
     step = trainer.step(*batch(BATCH, CHECK_PIXELS, torch.float64))
     off = [
         ((g - gradients[n]).abs().max() / gradients[n].abs().max()).item() for n, g in found.items()

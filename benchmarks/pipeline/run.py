@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,30 +22,33 @@ import torch
 from benchmarks.pipeline import balance, copies, ours, peer, plain
 from benchmarks.pipeline.ranks import Ranks
 
+Wanted = Callable[[str], bool]
 ALONE = "gems one rank"
 SERIES = ("wall", "virtual", "busy", "cpu", "exchange")  # what grows with every turn
 
 
-def contestants(ranks: Ranks, m: int, seconds: tuple[float, ...]) -> list[dict[str, Any]]:
+def contestants(
+    ranks: Ranks, m: int, seconds: tuple[float, ...], wanted: Wanted
+) -> list[dict[str, Any]]:
     """One row each: what it is, and what needs no clock: exactness and peak bytes, or torch's
-    words when it refuses."""
+    words when it rejects it."""
     size = ranks.size
     rows = []
-    for name in copies.COPIES if m >= size else ():
+    for name in filter(wanted, copies.COPIES if m >= size else ()):
         row = {"schedule": name, "ranks": size, "micro_batches": m}
         if name == "ddp":  # the other sums nothing, so it has no batch to be compared on
             row["error"] = copies.error(ranks, m)
         rows.append(row | {"peak": copies.peak(name, ranks, m)})
-    for name, schedule in peer.PEERS.items():
-        cut = balance.cut(seconds, schedule.owners(size), m)
+    for name in filter(wanted, peer.PEERS):
+        cut = balance.cut(seconds, peer.PEERS[name].owners(size), m)
         row = {"schedule": name, "ranks": size, "micro_batches": m, "balance": cut}
         if rejected := peer.refusal(name, ranks, m, cut):
-            row["refused"] = rejected
+            row["rejected"] = rejected
         else:
             row["error"] = peer.error(name, ranks, m, cut)
             row["peak"] = peer.peak(name, ranks, m, cut)
         rows.append(row)
-    for name in ours.OURS:
+    for name in filter(wanted, ours.OURS):
         if name != ALONE and (name != "gems copies" or m >= size):
             rows.append(_ours(name, ranks, m, ours.balanced(name, seconds, size, m)))
     return rows
@@ -91,8 +95,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         name, size, m = row["schedule"], row["ranks"], row["micro_batches"]
-        if "refused" in row:
-            lines.append(f"| {name} | {size} | {m} | refused: {row['rejected']} | | | | | | | |")
+        if "rejected" in row:
+            lines.append(f"| {name} | {size} | {m} | rejected: {row['rejected']} | | | | | | | |")
             continue
         cells = [name, str(size), str(m)]
         for series in ("wall", "virtual"):
@@ -109,20 +113,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def block(size: int, m: int, seconds: tuple[float, ...], repeats: int) -> list[dict[str, Any]]:
+def block(
+    size: int, m: int, seconds: tuple[float, ...], repeats: int, wanted: Wanted
+) -> list[dict[str, Any]]:
     """All contestants over so many ranks and micro-batches, in processes of their own, in turn."""
     with Ranks(1) as one, Ranks(size) as ranks:
         whole = (len(seconds),)
         rows = [
             {"schedule": "plain", "ranks": 1, "micro_batches": m, "peak": plain.peak(one, m)},
             _ours(ALONE, one, m, whole),
-            *contestants(ranks, m, seconds),
+            *contestants(ranks, m, seconds, wanted),
         ]
         for row in rows:
             row["block"] = size
         for _ in range(repeats):
             for row in rows:
-                if "refused" not in row:
+                if "rejected" not in row:
                     take_turn(row, one if row["ranks"] == 1 else ranks)
     return rows
 
@@ -133,13 +139,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8], help="of a step")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
+    parser.add_argument("--only", nargs="+", help="these, beside plain and one rank: ddp, ...")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with Ranks(1) as one:
         seconds = balance.child_seconds(one)
     for size in args.ranks:
         for m in args.micro_batches:
-            rows += block(size, m, seconds, args.repeats)
+            rows += block(size, m, seconds, args.repeats, lambda x: not args.only or x in args.only)
             print(table(rows), flush=True)
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
