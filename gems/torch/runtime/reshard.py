@@ -80,7 +80,8 @@ def _at_least_one_dim(box: Box) -> Box:
 def pack(
     transfers: Sequence[Transfer], tensors: Mapping[str, Tensor], rank: int, target: int
 ) -> list[Tensor]:
-    """Flat buffers of what `rank` sends to `target`."""
+    """What `rank` sends to `target`, in one flat buffer, if anything: a message is one operation.
+    Behind a second one, other streams of a GPU might wait for both (gems/schedule/nccl.py)."""
     found = []
     for transfer in transfers:
         tensor, value = tensors[transfer.value.name], transfer.value
@@ -90,18 +91,30 @@ def pack(
             held = transfer.sent_from(rank)
             boxes = transfer.between(rank, target)
             found += [_piece(tensor, held, box).view(torch.uint8) for box in boxes]
-    return found
+    return [torch.cat(found)] if len(found) > 1 else found
 
 
 def buffers(
     transfers: Sequence[Transfer], rank: int, source: int, device: torch.device
 ) -> list[Tensor]:
-    """Empty buffers for what `source` sends to `rank`."""
+    """An empty buffer for what `source` sends to `rank`, if anything."""
+    size = sum(_sizes(transfers, rank, source))
+    return [torch.empty(size, dtype=torch.uint8, device=device)] if size else []
+
+
+def _sizes(transfers: Sequence[Transfer], rank: int, source: int) -> list[int]:
+    """Bytes of each box that `source` sends to `rank`."""
     return [
-        torch.empty(box.size * ITEMSIZE[transfer.value.dtype], dtype=torch.uint8, device=device)
+        box.size * ITEMSIZE[transfer.value.dtype]
         for transfer in transfers
         for box in transfer.between(source, rank)
     ]
+
+
+def _boxes(buffer: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """The bytes of each box of a message. Several have memory of their own: one value may be saved
+    for longer than another."""
+    return iter([buffer] if len(sizes) == 1 else [x.clone() for x in buffer.split(list(sizes))])
 
 
 def unpack(
@@ -113,7 +126,10 @@ def unpack(
 ) -> dict[str, Tensor]:
     """The values on `rank`: of what it has itself, and of what the others sent."""
     found = {}
-    parts = {source: iter(buffers) for source, buffers in arrived.items()}
+    parts = {
+        source: _boxes(buffer, _sizes(transfers, rank, source))
+        for source, (buffer,) in arrived.items()
+    }
     for transfer in transfers:
         value = transfer.value
         mine = None if own is None else own[value.name]
