@@ -14,9 +14,10 @@ from gems.cli.plan_options import PLAN, plan_from
 from gems.errors import GemsError
 from gems.files import read_text
 from gems.plans.plan import Plan
+from gems.schedule import nccl
 from gems.schedule.action import parse
 from gems.schedule.build import lowered
-from gems.schedule.validate import check
+from gems.schedule.validate import check, is_lowered
 
 
 def add(commands: Any) -> None:
@@ -24,7 +25,8 @@ def add(commands: Any) -> None:
         "check",
         help="check a plan or a schedule",
         description=f"{__doc__} A plan's fields must fit each other, its order must be free of "
-        "deadlock and mixed-up messages, and with --model its stages must fit the model.",
+        "deadlock, mixed-up messages and hangs under NCCL, and with --model its stages must fit "
+        "the model.",
     )
     add_options(parser, PLAN, "parallel plan")
     add_options(parser, MODEL, "model")
@@ -45,6 +47,8 @@ def run(given: argparse.Namespace) -> int:
     if not found:
         fits = f"; its stages fit {given.model}" if given.model else ""
         print(f"{actions} actions on {plan.world} ranks: no deadlock, every message in order{fits}")
+        if is_lowered(schedule) and plan.world > 1:
+            print(nccl.summary(schedule, plan))
     return 1 if found else 0
 
 

@@ -15,7 +15,7 @@ from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Meter, Timeline
 from gems.schedule.action import OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
-from gems.schedule.lower.reduce import last_backwards
+from gems.schedule.lower.reduce import last_backwards, overlaps, start_of_update
 from gems.schedule.machine import InFlight
 from gems.transport.protocol import Done, Transport, Work
 
@@ -50,7 +50,7 @@ class Engine:
                 f"{parts[0]} is of a part, but adapters run whole micro-batches; schedule those"
             )
         self.receipts = receipts(schedule, plan)[transport.rank]
-        self.end = _end(plan, self.actions)
+        self.end = start_of_update(self.actions, plan)
         self.last = last_backwards(self.actions, plan)
 
     def step(self, number: int = 0) -> Timeline:
@@ -75,6 +75,7 @@ class Engine:
         self.messages = Messages(self.plan, self.adapter, self.transport)
         self.in_flight = InFlight(self.plan)
         self.handles: dict[Action, list[Work]] = defaultdict(list)
+        self.rest: dict[Action, list[Begin]] = {}  # of an all-reduce, not yet begun
 
     def run(
         self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
@@ -207,15 +208,14 @@ class Engine:
             return
 
         def work() -> None:
-            for buffer in self.adapter.bucket(action.stage):
-                self._all_reduce(action.stage, buffer)
-            shards = self.adapter.scattered(action.stage)
-            self.handles[action] += [self.transport.reduce_scatter(x, ranks) for x in shards]
+            now, self.rest[action] = _reductions(self, action.stage)
+            self.handles[action] += [begin() for begin in now]
 
         self._stamped(action, work)
 
     def _end_reduce(self, begun: Action) -> None:
         if begun in self.handles:
+            self.handles[begun] += [begin() for begin in self.rest.pop(begun, ())]
             self._wait(begun)
             self._stamped(begun, lambda: self._reduced(begun.stage))
 
@@ -327,15 +327,23 @@ class Engine:
         return Timeline(tuple(events), memory=(tuple(memory),), peaks=peaks, max_in_flight=most)
 
 
-def _end(plan: Plan, actions: Sequence[Action]) -> int:
-    """Where the update begins that follows all gradients."""
-    at_end = (
-        (Kind.ALL_GATHER,) if plan.residency[0].eager else (Kind.OPTIMIZER_STEP, Kind.ALL_GATHER)
-    )
-    end = len(actions)
-    while end and actions[end - 1].kind in at_end:
-        end -= 1
-    return end
+Begin = Callable[[], Work]
+
+
+def _reductions(engine: Engine, stage: int) -> tuple[list[Begin], list[Begin]]:
+    """All-reduces of a stage's gradients: to begin now, and when they are waited for.
+
+    Buffers are several if there are several types, or shards. Unless the stage's ranks have no
+    other stage to run meanwhile, one begins now. On a GPU a second would be behind it in a hardware
+    queue, before work that other ranks need to come to the first (gems/schedule/nccl.py).
+    """
+    adapter, transport, ranks = engine.adapter, engine.transport, engine.plan.replica_groups[stage]
+    buckets = [partial(transport.all_reduce, x, ranks) for x in adapter.bucket(stage)]
+    shards = [partial(transport.reduce_scatter, x, ranks) for x in adapter.scattered(stage)]
+    if overlaps(engine.plan, stage):
+        return [*buckets, *shards], []
+    every = [*shards, *buckets]
+    return every[:1], every[1:]
 
 
 Do = Callable[[Engine, Action], None]

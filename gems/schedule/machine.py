@@ -92,7 +92,7 @@ class Collectives:
 
     def begin(self, rank: int, action: Action) -> list[Action]:
         """A rank has reached a collective. Returns those that are complete now, in order."""
-        if not _takes_others(action, self.plan):
+        if not takes_others(action, self.plan):
             return [action]
         self.begun[rank][action] += 1
         self.queues[rank].append(action)
@@ -123,7 +123,7 @@ def group_of(collective: Action, plan: Plan) -> tuple[int, ...]:
     return plan.replica_groups[collective.stage]
 
 
-def _takes_others(action: Action, plan: Plan) -> bool:
+def takes_others(action: Action, plan: Plan) -> bool:
     """Whether it is collective: offloaded weights each rank fetches for itself, unless they are
     sharded as well."""
     return action.kind in COLLECTIVES and (

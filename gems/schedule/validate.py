@@ -1,4 +1,5 @@
-"""Prove a schedule: all work done once and in its place, messages in one order, no deadlock."""
+"""Prove a schedule: all work done once and in its place, messages in one order, no deadlock, and no
+hang under NCCL."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from itertools import combinations, product
 from gems.errors import ScheduleError, problems
 from gems.plans.fields import BATCHES
 from gems.plans.plan import Plan
+from gems.schedule import nccl
 from gems.schedule.action import COLLECTIVES, OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.async_window import batch_of
 from gems.schedule.dependencies import Result, results
@@ -35,7 +37,12 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     found += _wrong_gathers(schedule, plan)
     found += _wrong_stores(schedule, plan)
     found += () if asynchronous else _wrong_steps(schedule, plan)
-    return found or _deadlocks(schedule, plan)
+    return found or _deadlocks(schedule, plan) or _hangs(schedule, given)
+
+
+def is_lowered(schedule: Schedule) -> bool:
+    """Whether it has what ranks carry out beside compute actions."""
+    return any(a.way or a.kind in OF_STAGE for _, a in schedule)
 
 
 def require(schedule: Schedule, plan: Plan) -> Schedule:
@@ -235,7 +242,7 @@ def _wrong_updates(schedule: Schedule, plan: Plan) -> Iterator[str]:
 
 def _wrong_gathers(schedule: Schedule, plan: Plan) -> Iterator[str]:
     """A stage's sharded or offloaded weights are gathered while it runs, and freed at the end."""
-    lowered = any(a.way or a.kind in OF_STAGE for _, a in schedule)
+    lowered = is_lowered(schedule)
     for rank, row in enumerate(schedule.ranks):
         here: set[int] = set()
         for step, action in enumerate(row):
@@ -331,6 +338,13 @@ def _deadlocks(schedule: Schedule, plan: Plan) -> list[str]:
         )
         for rank, step, action, missing in machine.stuck()
     ]
+
+
+def _hangs(schedule: Schedule, plan: Plan) -> list[str]:
+    """What would hang under NCCL, if the schedule is lowered."""
+    if plan.world == 1 or not is_lowered(schedule):
+        return []
+    return [f"under NCCL, {problem}" for problem in nccl.check(schedule, plan)]
 
 
 def _unready(machine: ScheduleMachine, rank: int) -> Iterator[str]:

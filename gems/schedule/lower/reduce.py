@@ -48,10 +48,11 @@ def reduce(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
 
 
 def overlaps(plan: Plan, stage: int) -> bool:
-    """Whether the all-reduce of a stage's gradients may begin inside its last backward: not if its
-    ranks hold another stage too, which they might come to in another order."""
+    """Whether the all-reduce of a stage's gradients may begin inside its last backward: not if one
+    of its ranks holds another stage too. It might come to the two in another order; and it might
+    begin one chunk, and hold up work that others wait for by the next (nccl.py)."""
     ranks = plan.replica_groups[stage]
-    alone = len(ranks) > 1 and plan.replica_groups.count(ranks) == 1
+    alone = len(ranks) > 1 and all(plan.stages_on[rank] == (stage,) for rank in ranks)
     return alone and plan.grad_sync == "overlap" and not plan.asynchronous
 
 
@@ -59,6 +60,18 @@ def last_backwards(row: Sequence[Action], plan: Plan) -> set[Action]:
     """The backwards of a rank inside which an all-reduce may begin."""
     last = {a.stage: a for a in row if a.computes}
     return {a for s, a in last.items() if a.kind is Kind.BACKWARD and overlaps(plan, s)}
+
+
+def start_of_update(row: Sequence[Action], plan: Plan) -> int:
+    """Where the update begins that follows all gradients. Before it, ranks compare their losses."""
+    if plan.asynchronous:
+        return len(row)
+    eager = plan.residency[0].eager
+    at_end = (Kind.ALL_GATHER,) if eager else (Kind.OPTIMIZER_STEP, Kind.ALL_GATHER)
+    end = len(row)
+    while end and row[end - 1].kind in at_end:
+        end -= 1
+    return end
 
 
 def _update(rank: int, plan: Plan, residency: Sequence[StateResidency]) -> Iterator[Action]:
