@@ -48,6 +48,8 @@ TORCH_LAYERS = (
     ("consensus", "settings"),
     ("tensors",),
     ("agree", "interrupt", "launch", "losses", "metrics", "optimizers", "step"),
+    ("device_choice",),
+    ("cuda_device", "launchers"),
 )
 MAP = {("gems",): LAYERS, ("gems", "torch"): TORCH_LAYERS}
 LEVEL = {

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from gems.errors import GemsError, PeerError
 from gems.torch import launch
-from gems.torch.launch import Place, connect, first_host, place
+from gems.torch.launch import connect
+from gems.torch.launchers import Place, first_host, place
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = [sys.executable, str(SCRIPTS / "train.py")]
@@ -27,7 +28,8 @@ MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 TORCHRUN += ["--master-addr", "127.0.0.1"]
 
-# What launchers set, measured but for Slurm's, which are from its manual.
+# What launchers set. Those of torchrun, Open MPI and MPICH were measured; others are from manuals
+# and sources (MVAPICH2's mpispawn.c, flux-core's job shell).
 TORCHRUN_SETS = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "node7", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
@@ -41,6 +43,27 @@ BATCH_SETS = {
     "SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_TASKS_PER_NODE": "2(x2)",
 }  # fmt: skip
+MVAPICH_SETS = {
+    "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+FLUX_SETS = {
+    "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "1",
+    "FLUX_JOB_ID": "f3ETxsR9H", "PMI_RANK": "1", "PMI_SIZE": "2",
+}  # fmt: skip
+PALS_SETS = {
+    "PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_APID": "4b2e",
+    "PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2",
+}  # fmt: skip
+PALS_PMIX_SETS = {k: v for k, v in PALS_SETS.items() if "PMI" not in k} | {
+    "PMIX_RANK": "1", "PMIX_NAMESPACE": "pals.4b2e",
+}  # fmt: skip
+CRAY_SETS = {k: v for k, v in PALS_SETS.items() if "PALS" not in k}
+JSRUN_SETS = {
+    "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2", "LSB_JOBID": "7", "PMIX_RANK": "1",
+}  # fmt: skip
+PMIX_SETS = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-9792@1"}
 SRUN_SETS = {
     **BATCH_SETS, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[03-04]",
@@ -53,7 +76,7 @@ SRUN_SETS = {
 
 def run(*commands: Sequence[str], places: Sequence[dict[str, str]] = ({},)) -> list[dict[str, Any]]:
     """The lines that the ranks of these processes printed, by rank."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_")
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     started = [
         subprocess.Popen(
@@ -84,6 +107,17 @@ def assert_same(lines: list[dict[str, Any]], alone: dict[str, Any]) -> None:
 def test_torchrun_trains_like_one_process(alone: dict[str, Any]) -> None:
     command = [*TORCHRUN, "--master-port", str(free_port()), *TRAIN[1:], TWO_STAGES]
     assert_same(run(command), alone)
+
+
+def test_two_agents_of_torchrun_train_like_one_process(alone: dict[str, Any]) -> None:
+    """Two nodes, as far as the ranks know: each is alone on its own, and they meet over TCP."""
+    port = str(free_port())
+    agents = [
+        [*TORCHRUN[:3], "--nnodes", "2", "--node-rank", node, "--nproc-per-node", "1",
+         "--master-addr", "127.0.0.1", "--master-port", port, *TRAIN[1:], TWO_STAGES]
+        for node in "01"
+    ]  # fmt: skip
+    assert_same(run(*agents, places=[{}, {}]), alone)
 
 
 def test_mpirun_trains_like_one_process(alone: dict[str, Any]) -> None:
@@ -117,12 +151,12 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
 
 
 def test_torchrun_says_all() -> None:
-    assert place(TORCHRUN_SETS) == Place(3, 8, 1, "node7", 29500, "torchrun")
+    assert place(TORCHRUN_SETS) == Place(3, 8, "node7", 29500, "torchrun")
 
 
 def test_rank_and_world_size_may_be_set_by_hand() -> None:
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29511"}
-    assert place(by_hand) == Place(1, 2, 1, "127.0.0.1", 29511, "torchrun", one_node=True)
+    assert place(by_hand) == Place(1, 2, "127.0.0.1", 29511, "torchrun", one_node=True)
 
 
 def test_a_world_of_one_is_alone_whatever_surrounds_it() -> None:
@@ -130,44 +164,139 @@ def test_a_world_of_one_is_alone_whatever_surrounds_it() -> None:
     assert place(SRUN_SETS | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) is None
 
 
-@pytest.mark.parametrize("sets", [OPEN_MPI_SETS, MPICH_SETS], ids=["Open MPI", "MPICH"])
-def test_ranks_of_mpirun_on_one_node_meet_on_loopback(sets: dict[str, str]) -> None:
-    found = place(sets)
-    assert found is not None
-    assert (found.rank, found.world, found.local, found.address) == (1, 2, 1, "127.0.0.1")
+ON_ONE_NODE = {
+    "mpirun (Open MPI)": OPEN_MPI_SETS,
+    "mpirun (MPICH, Intel MPI)": MPICH_SETS,
+    "mpirun_rsh (MVAPICH2)": MVAPICH_SETS,
+    "flux run": FLUX_SETS,
+    "mpiexec (PALS)": PALS_SETS,
+    "mpiexec (Cray PMI)": CRAY_SETS,
+    "jsrun": JSRUN_SETS,
+}
+NODES_OF = {  # what tells of several nodes
+    "mpirun (Open MPI)": {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+    "mpirun (MPICH, Intel MPI)": {"MPI_LOCALNRANKS": "1", "PMI_JOBID": "4"},
+    "mpirun_rsh (MVAPICH2)": {"MV2_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_PORT": "29500"},
+    "flux run": {"FLUX_JOB_NNODES": "2"},
+    "mpiexec (PALS)": {"PALS_LOCAL_SIZE": "1"},
+    "mpiexec (Cray PMI)": {"PMI_LOCAL_SIZE": "1", "PMI_JOBID": "4"},
+    "jsrun": {"JSM_NAMESPACE_LOCAL_SIZE": "1"},
+}
 
 
-def test_ranks_of_mpirun_on_several_nodes_must_be_told_where_to_meet() -> None:
-    with pytest.raises(GemsError, match="set MASTER_ADDR"):
-        place(OPEN_MPI_SETS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+def found(sets: dict[str, str]) -> Place:
+    here = place(sets)
+    assert here is not None
+    return here
+
+
+@pytest.mark.parametrize("launcher", ON_ONE_NODE)
+def test_ranks_on_one_node_meet_on_loopback(launcher: str) -> None:
+    here = found(ON_ONE_NODE[launcher])
+    assert (here.launcher, here.rank, here.world) == (launcher, 1, 2)
+    assert (here.address, here.one_node) == ("127.0.0.1", True)
+
+
+@pytest.mark.parametrize("launcher", ON_ONE_NODE)
+def test_ranks_on_several_nodes_meet_where_they_are_told(launcher: str) -> None:
+    sets = ON_ONE_NODE[launcher] | NODES_OF[launcher]
+    with pytest.raises(GemsError, match=r"several nodes; set MASTER_ADDR"):
+        place(sets)
+    here = found(sets | {"MASTER_ADDR": "node1"})
+    assert (here.launcher, here.address, here.one_node) == (launcher, "node1", False)
+
+
+def test_a_launcher_that_names_no_job_needs_a_port_on_several_nodes() -> None:
     with pytest.raises(GemsError, match="set MASTER_PORT"):
         place(MPICH_SETS | {"MPI_LOCALNRANKS": "1", "MASTER_ADDR": "node1"})
 
 
+BATCH_SYSTEMS = {
+    "Slurm": ({"SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_STEP_NODELIST": "gpu04"}, "gpu03"),
+    "PBS": ({"PBS_NODEFILE": "nodes"}, "node5.cluster"),
+    "LSF": ({"LSB_HOSTS": "host2 host2 host7"}, "host2"),
+}
+
+
+@pytest.mark.parametrize("system", BATCH_SYSTEMS)
+@pytest.mark.parametrize("launcher", [n for n in ON_ONE_NODE if n.startswith("mpi")])
+def test_ranks_of_mpirun_in_a_batch_job_meet_on_its_first_node(
+    launcher: str, system: str, tmp_path: Path
+) -> None:
+    """Story: Open MPI wanted MASTER_ADDR though SLURM_JOB_NODELIST was there. Its helper's step
+    has other nodes: all but the one that mpirun is on."""
+    sets, host = BATCH_SYSTEMS[system]
+    (tmp_path / "nodes").write_text("node5.cluster\nnode5.cluster\nnode6.cluster\n")
+    sets = {k: str(tmp_path / v) if k == "PBS_NODEFILE" else v for k, v in sets.items()}
+    given = ON_ONE_NODE[launcher] | NODES_OF[launcher] | sets
+    if launcher == "mpiexec (PALS)" and system != "PBS":  # which PALS needs
+        with pytest.raises(GemsError, match="set MASTER_ADDR"):
+            place(given)
+        return
+    assert (found(given).launcher, found(given).address) == (launcher, host)
+
+
+def test_a_node_file_that_is_gone_is_no_address() -> None:
+    with pytest.raises(GemsError, match="set MASTER_ADDR"):
+        place(OPEN_MPI_SETS | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PBS_NODEFILE": "/no/such"})
+
+
+@pytest.mark.parametrize(
+    ("sets", "variable"),
+    [
+        (PMIX_SETS, "PMIX_RANK"),
+        (PALS_PMIX_SETS, "PALS_RANKID"),
+        ({"RANK": "1"}, "RANK"),
+        ({"PMI_RANK": "1"}, "PMI_RANK"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK"),
+        ({"FLUX_TASK_RANK": "1"}, "FLUX_TASK_RANK"),
+    ],
+)
+def test_a_rank_without_a_size_does_not_train_by_itself(
+    sets: dict[str, str], variable: str
+) -> None:
+    with pytest.raises(GemsError, match=f"{variable} is 1, so this is one of several.*WORLD_SIZE"):
+        place(sets)
+
+
+@pytest.mark.parametrize("sets", [PMIX_SETS, PALS_PMIX_SETS], ids=["PMIx", "PALS"])
+def test_people_may_tell_the_size_where_the_launcher_does_not(sets: dict[str, str]) -> None:
+    here = found(sets | {"WORLD_SIZE": "4", "MASTER_ADDR": "node1"})
+    assert (here.rank, here.world, here.address) == (1, 4, "node1")
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "complaint"),
+    [("2", "2", "ranks are 0 to"), ("x", "2", "'x', not a whole number"), ("0", "", "'', not a")],
+)
+def test_ranks_that_cannot_be_are_rejected(rank: str, world: str, complaint: str) -> None:
+    with pytest.raises(GemsError, match=complaint):
+        place({"RANK": rank, "WORLD_SIZE": world})
+
+
 def test_ranks_of_srun_meet_on_the_first_node() -> None:
-    found = place(SRUN_SETS)
-    assert found is not None
-    assert (found.rank, found.world, found.local, found.address) == (3, 4, 1, "gpu03")
+    here = found(SRUN_SETS)
+    assert (here.rank, here.world, here.address) == (3, 4, "gpu03")
 
 
 def test_a_batch_script_of_slurm_is_alone() -> None:
     """Story: it has SLURM_PROCID and the SLURM_NTASKS of its job, and waited for three others."""
     assert place(BATCH_SETS) is None
+    assert place(BATCH_SETS | {"WORLD_SIZE": "4"}) is None
 
 
 def test_the_variables_of_srun_count_even_if_it_speaks_pmi() -> None:
-    found = place(SRUN_SETS | {"PMI_RANK": "3", "PMI_SIZE": "4"})
-    assert found is not None
-    assert (found.launcher, found.local, found.address) == ("srun", 1, "gpu03")
+    for pmi in ({"PMI_RANK": "3", "PMI_SIZE": "4"}, {"PMIX_RANK": "3", "PMIX_NAMESPACE": "77.0"}):
+        here = found(SRUN_SETS | pmi)
+        assert (here.launcher, here.address) == ("srun", "gpu03")
 
 
 def test_mpirun_inside_a_job_of_slurm_is_mpirun() -> None:
     """Both kinds start one helper per node by srun, and their ranks inherit its variables."""
-    for sets in (OPEN_MPI_SETS, MPICH_SETS):
-        found = place(SRUN_SETS | sets)
-        assert found is not None
-        assert (found.rank, found.world) == (1, 2)
-        assert found.launcher.startswith("mpirun")
+    for sets in (OPEN_MPI_SETS, MPICH_SETS, MVAPICH_SETS):
+        here = found(SRUN_SETS | sets)
+        assert (here.rank, here.world) == (1, 2)
+        assert here.launcher.startswith("mpirun")
 
 
 @pytest.mark.parametrize(
@@ -188,9 +317,7 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
 
 def test_ports_are_one_per_job_and_not_for_everybody() -> None:
     def port(**changed: str) -> int:
-        found = place(SRUN_SETS | changed)
-        assert found is not None
-        return found.port
+        return found(SRUN_SETS | changed).port
 
     assert port(SLURM_PROCID="0") == port(SLURM_PROCID="3")
     jobs = [port(SLURM_JOB_ID=str(job)) for job in range(100)]
@@ -262,7 +389,8 @@ def test_a_process_group_that_exists_is_used_and_left_to_its_owner() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        transport = connect()
+        transport, device = connect()
+        assert device == torch.device("cpu")
         assert transport.all_gather_object("here") == ["here"]
         transport.close()
         assert dist.is_initialized()

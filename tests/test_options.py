@@ -366,7 +366,7 @@ def test_precision_is_that_of_the_arithmetic(tmp_path: Path, usual: Run) -> None
 
 
 @shows("--backend")
-@pytest.mark.parametrize(("backend", "words"), [("mpi", "no MPI backend"), ("nccl", "wants GPUs")])
+@pytest.mark.parametrize(("backend", "words"), [("mpi", "no MPI backend"), ("nccl", "needs GPUs")])
 def test_a_backend_that_cannot_run_here_is_refused(
     backend: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +377,23 @@ def test_a_backend_that_cannot_run_here_is_refused(
         assert main(["train", *options]) == 1
         assert words in capsys.readouterr().err
     trained(tmp_path, "--backend", "gloo", "--steps", 1)
+
+
+@shows("--device")
+def test_the_device_is_the_one_that_was_asked_for() -> None:
+    """Which one each rank gets is in test_devices.py."""
+
+    def device(*options: str) -> str:
+        given = parsed(*TINY, *options)
+        source = source_from(given)
+        fitted(given, source)
+        return trainer_from(given, plan_from(given), source).device.type
+
+    assert device("--device", "cpu") == "cpu"
+    assert device() == ("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(GemsError, match="device is cuda, and torch sees no GPU"):
+            device("--device", "cuda")
 
 
 @shows("--seed")

@@ -349,6 +349,7 @@ def trainer_from(
         machine=given.machine,
         precision=given.precision,
         seed=given.seed,
+        device=given.device,
         backend=given.backend,
         offload_folder=given.offload_folder,
         timeout=given.timeout,

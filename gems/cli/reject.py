@@ -26,9 +26,9 @@ def reject(given: argparse.Namespace) -> None:
         raise GemsError(
             found[0] if len(found) == 1 else problems("these options are wrong:", found)
         )
-    from gems.torch.launch import usable
+    from gems.torch.device_choice import usable
 
-    usable(given.backend)
+    usable(given.device, given.backend)
 
 
 @contextmanager

@@ -53,8 +53,16 @@ RUNNING = {
         "autocast precision (default fp32); also fp_16 and bp_16",
         type=lambda text: PRECISIONS.get(text, text),
     ),
+    "--device": string(
+        "auto",
+        "auto (default): a GPU for each rank; CPUs where ranks are more than GPUs, or with "
+        "--backend gloo. cpu; cuda: an error where GPUs are too few; cuda:N: this one",
+        "DEVICE",
+    ),
     "--backend": choice(
-        ("gloo", "nccl", "mpi"), None, "of torch.distributed (default: nccl with GPUs, else gloo)"
+        ("gloo", "nccl", "mpi"), None,
+        "of torch.distributed (default: nccl on GPUs, gloo on CPUs); gloo with --device cuda "
+        "moves tensors through host memory, and lets ranks share a GPU",
     ),
     "--timeout": real(
         None, "without a heartbeat, after which a rank is lost and the run ends (default 60)",
@@ -158,7 +166,7 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def held(given: argparse.Namespace) -> AbstractContextManager[None]:
     """The folder of the run, for as long as it lasts: rank 0 locks it for all."""
-    from gems.torch.launch import place
+    from gems.torch.launchers import place
 
     here = place()
     return locked(given.out) if here is None or here.rank == 0 else nullcontext()
@@ -167,7 +175,7 @@ def held(given: argparse.Namespace) -> AbstractContextManager[None]:
 def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     """The plan, and the exit code if its ranks were started and have ended; None in a rank."""
     end_with_launcher()
-    from gems.torch.launch import place
+    from gems.torch.launchers import place
 
     reject(given)
     plan: Plan | str = "auto" if given.auto else plan_from(given)

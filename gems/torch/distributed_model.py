@@ -24,7 +24,6 @@ from gems.torch.checkpoint.weight_files import write_weights
 from gems.torch.consensus import attempt
 from gems.torch.handshake import Handshake
 from gems.torch.interrupt import Interrupt
-from gems.torch.launch import device_for
 from gems.torch.lifetime import connected
 from gems.torch.offload.malloc import mmap_large, trim
 from gems.torch.rank_model import RankModel
@@ -76,9 +75,8 @@ class DistributedModel:
         regularizer: Regularizer | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.transport = connected(transport, backend, timeout)
+        self.transport, self.device = connected(transport, backend, timeout, device)
         self.rank = self.transport.rank
-        self.device = torch.device(device) if device is not None else device_for(self.transport)
         self.loss, self.clip, self.seed, self.precision = loss, clip, seed, precision
         self.memory = None if memory is None else machines.bytes_of(memory)
         described = isinstance(machine, machines.Machine)

@@ -1,15 +1,13 @@
-"""Find the other ranks: torchrun, mpirun, srun, `gems train`, or nobody."""
+"""Find the other ranks, if a launcher started some, and the device of this one."""
 
 from __future__ import annotations
 
 import atexit
-import hashlib
-import ipaddress
+import json
+import logging
 import os
-import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from gems.errors import GemsError, PeerError
+from gems.torch import cuda_device
+from gems.torch.device_choice import Asked, alone, asked, decide, reject_shared, used
+from gems.torch.launchers import Place, place
 from gems.transport.board import FAILED, LOST, Board, FolderBoard, StoreBoard
 from gems.transport.heartbeat import Heartbeat
 from gems.transport.private import VARIABLE, Folder, meet
@@ -32,119 +33,7 @@ from gems.transport.torch_distributed import (
     setting_up,
 )
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands among all that were started."""
-
-    rank: int
-    world: int
-    local: int
-    address: str
-    port: int
-    launcher: str
-    job: str = field(default="", compare=False)  # what no other run here is called
-    one_node: bool = False  # whether all ranks are surely on this one
-
-    @property
-    def private(self) -> bool:
-        """Whether ranks meet in a folder of this user, and not at the launcher's store."""
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return self.one_node and not (agent and self.launcher == "torchrun")
-
-
-# launcher: rank, world size, rank on this node, ranks on this node, what names the job.
-# The first three tell which launcher it was: a batch script of Slurm, which is alone, also has
-# SLURM_PROCID and SLURM_NTASKS, and `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE.
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
-    "mpirun (Open MPI)": (
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    "mpirun (MPICH)": (
-        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",),
-    ),
-    "srun": (
-        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    ),
-}  # fmt: skip
-
-
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the environment variables of its launcher; None if it is alone."""
-    for launcher, (rank, world, local, on_node, job) in LAUNCHERS.items():
-        # People set RANK and WORLD_SIZE by hand, and forget LOCAL_RANK.
-        wanted = (rank, world) if launcher == "torchrun" else (rank, world, local)
-        if not all(name in environment for name in wanted):
-            continue
-        if int(environment[world]) == 1:
-            return None
-        one_node = environment.get(on_node, environment[world]) == environment[world]
-        address = _address(launcher, environment, one_node)
-        port = _port(launcher, environment, job, one_node)
-        return Place(
-            rank=int(environment[rank]),
-            world=int(environment[world]),
-            local=int(environment.get(local, environment[rank])),
-            address=address,
-            port=port,
-            launcher=launcher,
-            job=_job(environment, job, port),
-            one_node=one_node and _is_loopback(address),
-        )
-    return None
-
-
-def _address(launcher: str, environment: Mapping[str, str], one_node: bool) -> str:
-    if "MASTER_ADDR" in environment:
-        return environment["MASTER_ADDR"]
-    if one_node:
-        return "127.0.0.1"
-    if launcher == "srun" and (host := first_host(environment.get("SLURM_STEP_NODELIST", ""))):
-        return host
-    raise GemsError(
-        f"{launcher} started ranks on several nodes; set MASTER_ADDR to the host name of the first "
-        "of them, e.g. mpirun -x MASTER_ADDR=$(hostname) ..."
-    )
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[03-05,09],login1` gives `gpu03`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group()) if first else ""
-
-
-def _port(
-    launcher: str, environment: Mapping[str, str], job: tuple[str, ...], one_node: bool
-) -> int:
-    """A port that all ranks of one job agree on and two jobs on one node rarely share."""
-    if "MASTER_PORT" in environment:
-        return int(environment["MASTER_PORT"])
-    named = [environment[key] for key in job if key in environment]
-    if not named and not one_node:
-        raise GemsError(
-            f"{launcher} started ranks on several nodes and does not name the job; set MASTER_PORT "
-            "to a port that is free on the first of them, the same on all"
-        )
-    digest = hashlib.blake2b("/".join(named or [str(os.getppid())]).encode(), digest_size=4)
-    return 20000 + int.from_bytes(digest.digest(), "big") % 12000  # below those given out to anyone
-
-
-def _job(environment: Mapping[str, str], job: tuple[str, ...], port: int) -> str:
-    named = [environment[key] for key in job if key in environment]
-    digest = hashlib.blake2b("/".join([*named, str(port)]).encode(), digest_size=8)
-    return digest.hexdigest()
-
-
-def _is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -173,29 +62,30 @@ _run = Run()
 
 
 def connect(
-    backend: str | None = None, timeout: float = TIMEOUT, patience: float | None = None
-) -> Transport:
-    """The transport of this process: over the launcher's ranks, or alone.
+    backend: str | None = None,
+    timeout: float = TIMEOUT,
+    patience: float | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Transport, torch.device]:
+    """The transport of this process, over the launcher's ranks or alone, and its device.
 
     A process group that exists is used. A rank that gives no sign of life for `timeout` seconds is
     lost; one that died is noticed at once. `patience` seconds are for the next one to come, as
-    long as some have not; as many as `timeout` if left out.
+    long as some have not; as many as `timeout` if left out. A `device` that is left out, or "auto",
+    is a GPU if each rank can have one, else the CPU; with backend "gloo" the CPU.
     """
     if not timeout > 0:
         raise GemsError(f"timeout is {timeout}; give the seconds after which a rank is lost")
     patience = timeout if patience is None else patience
-    usable(backend)
     if dist.is_initialized():
-        return _on_group(timeout, patience)
+        return _on_group(asked(device, backend), timeout, patience)
     found = place()
     if found is None:
-        return World(1).rank(0)
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend == "nccl":
-        torch.cuda.set_device(found.local % torch.cuda.device_count())
+        return World(1).rank(0), alone(device, backend)
+    mine = asked(device, backend)
     if found.one_node:  # local ranks talk over loopback, whatever the host's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-    return _meet(found, backend, timeout, patience)
+    return _meet(found, mine, timeout, patience)
 
 
 def loopback() -> str:
@@ -204,8 +94,9 @@ def loopback() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
-def _on_group(timeout: float, patience: float) -> Transport:
+def _on_group(mine: Asked, timeout: float, patience: float) -> tuple[Transport, torch.device]:
     """On the default group that exists: the user's, or ours with another trainer on it."""
+    backend, device = _of_group(mine)
     ours = _run.group is not None and dist.group.WORLD is _run.group
     if ours and _run.folder is not None:
         heartbeat = _heartbeat(dist.get_rank(), dist.get_world_size(), timeout)
@@ -213,10 +104,37 @@ def _on_group(timeout: float, patience: float) -> Transport:
         heartbeat = default_heartbeat(timeout)
     if heartbeat is not None:
         _attend(heartbeat, patience)
-    return _transport(timeout, heartbeat, ours=ours)
+    transport = _transport(timeout, heartbeat, backend, ours=ours)
+    if backend == "nccl":
+        try:
+            gpu = mine.gpus[device.index or 0]
+            reject_shared(transport.all_gather_object((mine.host, gpu)))
+        except BaseException as error:
+            transport.fail(error)
+            transport.close()
+            raise
+    return transport, device
 
 
-def _meet(at: Place, backend: str, timeout: float, patience: float) -> Transport:
+def _of_group(mine: Asked) -> tuple[str, torch.device]:
+    """The backend and the device of a rank on the default group that exists. Ours are groups of
+    their own, but where nothing is asked for, they are as the user's: on GPUs if that has NCCL,
+    as one made without a backend has where there are GPUs."""
+    world: Any = dist.group.WORLD
+    nccl = "cuda:nccl" in dist.get_backend_config(world).split(",")
+    on_gpu = mine.kind == "cuda" or (mine.kind == "auto" and nccl and mine.backend != "gloo")
+    if not on_gpu:
+        return "gloo", torch.device("cpu")
+    bound = getattr(world, "bound_device_id", None)
+    index = mine.index
+    if index is None:
+        index = bound.index if bound is not None else cuda_device.current()
+    return mine.backend or ("nccl" if nccl else "gloo"), used(f"cuda:{index}")
+
+
+def _meet(
+    at: Place, mine: Asked, timeout: float, patience: float
+) -> tuple[Transport, torch.device]:
     if _run.store is None:
         _run.store = _store(at, patience)
     heartbeat = _heartbeat(at.rank, at.world, timeout)
@@ -224,9 +142,13 @@ def _meet(at: Place, backend: str, timeout: float, patience: float) -> Transport
     _run.groups += 1
     store = dist.PrefixStore(f"group-{_run.groups}", _run.store)
     try:
+        backend, device = _chosen(store, at, mine)
         dist.init_process_group(
             backend, store=store, rank=at.rank, world_size=at.world, timeout=setting_up(timeout)
         )
+    except GemsError as error:
+        heartbeat.end(FAILED, str(error))
+        raise
     except RuntimeError as error:
         why = heartbeat.cause() or first_line(error)
         heartbeat.end(FAILED, why)
@@ -235,13 +157,27 @@ def _meet(at: Place, backend: str, timeout: float, patience: float) -> Transport
             f"{why}. Look for a rank that ended before, and start again"
         ) from error
     _run.group, _run.users = dist.group.WORLD, 0
-    return _transport(timeout, heartbeat, ours=True)
+    return _transport(timeout, heartbeat, backend, ours=True), device
 
 
-def _transport(timeout: float, heartbeat: Heartbeat | None, *, ours: bool) -> Transport:
+def _chosen(store: Any, at: Place, mine: Asked) -> tuple[str, torch.device]:
+    """The backend, and the device of this rank, once all ranks have told what they ask for."""
+    keys = [f"device/{rank}" for rank in range(at.world)]
+    store.set(keys[at.rank], json.dumps(asdict(mine)))
+    told = [json.loads(text) for text in store.multi_get(keys)]
+    choice = decide([Asked(**one | {"gpus": tuple(one["gpus"])}) for one in told])
+    if choice.warning and at.rank == 0:
+        log.warning("%s", choice.warning)
+    return choice.backend, used(choice.devices[at.rank])
+
+
+def _transport(
+    timeout: float, heartbeat: Heartbeat | None, backend: str, *, ours: bool
+) -> Transport:
     _run.users += ours
+    leave = _run.leave if ours else None
     try:
-        return TorchDist(timeout, heartbeat=heartbeat, leave=_run.leave if ours else None)
+        return TorchDist(timeout, heartbeat=heartbeat, leave=leave, backend=backend)
     except BaseException as error:
         if heartbeat is not None:
             heartbeat.end(FAILED, str(error))
@@ -277,7 +213,7 @@ def _store(at: Place, patience: float) -> Any:
             f"{at.address}:{at.port} within {patience:g} seconds: {first_line(error)}. The store "
             f"there is {'the launcher' if agent else 'rank 0'}'s: see whether it has started, or "
             "ended before; if the port is taken, set MASTER_PORT to a free one, the same on all "
-            "ranks"
+            f"ranks; if rank 0 is not on {at.address}, set MASTER_ADDR to its host"
         ) from error
 
 
@@ -300,19 +236,12 @@ def _attend(heartbeat: Heartbeat, patience: float) -> None:
         raise
 
 
-def usable(backend: str | None) -> None:
-    """Raise if a backend cannot run here."""
-    if backend == "mpi":
-        raise GemsError(
-            "backend mpi: torch here has no MPI backend; gloo and nccl run under mpirun, too: "
-            "leave the backend out"
-        )
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise GemsError("backend nccl wants GPUs, and torch sees none here; use gloo")
-
-
-def device_for(transport: Transport) -> torch.device:
-    """A GPU of this node if the ranks talk over NCCL, else the CPU."""
-    if isinstance(transport, TorchDist) and transport.backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+def device_of(transport: Transport, device: torch.device | str | None) -> torch.device:
+    """The device of a rank whose transport was given: a GPU if it is asked for, or if ranks talk
+    over NCCL; else the CPU."""
+    nccl = isinstance(transport, TorchDist) and transport.backend == "nccl"
+    mine = asked(device, "nccl" if nccl else None)
+    if mine.kind == "cuda" or (mine.kind == "auto" and nccl):
+        index = mine.index if mine.index is not None else cuda_device.current()
+        return used(f"cuda:{index}")
     return torch.device("cpu")

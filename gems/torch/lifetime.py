@@ -7,23 +7,34 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from gems.errors import GemsError
-from gems.torch.launch import connect
+from gems.torch.launch import connect, device_of
 from gems.transport.protocol import Transport
 from gems.transport.torch_distributed import TIMEOUT
 
 T = TypeVar("T")
 
 
-def connected(transport: Transport | None, backend: str | None, timeout: float | None) -> Transport:
-    """The transport that was given, or the launcher's."""
+def connected(
+    transport: Transport | None,
+    backend: str | None,
+    timeout: float | None,
+    device: torch.device | str | None,
+) -> tuple[Transport, torch.device]:
+    """The transport that was given, or the launcher's, and the device of this rank."""
     if transport is None:
-        return connect(backend, TIMEOUT if timeout is None else timeout)
+        return connect(backend, TIMEOUT if timeout is None else timeout, device=device)
     if timeout is not None:
         raise GemsError(
             f"timeout is {timeout}, and a transport was given, which has its own; give one of them"
         )
-    return transport
+    if backend is not None:
+        raise GemsError(
+            f"backend is {backend}, and a transport was given, which has its own; give one of them"
+        )
+    return transport, device_of(transport, device)
 
 
 def closable(kind: type[T]) -> type[T]:

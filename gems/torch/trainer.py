@@ -49,6 +49,12 @@ class Trainer:
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
+    device       "auto", the default: a GPU for each rank; CPUs where there are none, where ranks of
+                 a node are more than its GPUs (a warning tells so), with backend="gloo", or over a
+                 `transport` that is not NCCL's. "cpu"; "cuda", an error where GPUs are too few;
+                 "cuda:1", the one of that number
+    backend      of torch.distributed: "nccl" on GPUs and "gloo" on CPUs if left out; "gloo" on GPUs
+                 moves tensors through host memory
     scheduler    optimizer -> learning-rate scheduler, stepped after every update; one that looks at
                  a metric is given the loss of the call that made the update
     interrupt    signals to hear: `step` tells all ranks when one was told to stop

@@ -97,7 +97,8 @@ class TorchDist:
     """This process's end of groups over all ranks of the default one, which must be initialised.
 
     A rank that gives no sign of life for `timeout` seconds is lost. `heartbeat` may have begun
-    before; `leave` is called when this transport is closed and has left the default group.
+    before; `leave` is called when this transport is closed and has left the default group. A group
+    with a backend for each kind of device (`init_process_group()`) needs to be told which is used.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class TorchDist:
         *,
         heartbeat: Heartbeat | None = None,
         leave: Callable[[], None] | None = None,
+        backend: str | None = None,
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.backend = dist.get_backend()
+        self.backend = backend or dist.get_backend()
         self.timeout = timeout
         self.leave = leave
         self.failed: BaseException | None = None
@@ -133,13 +135,14 @@ class TorchDist:
         """A new group, and a note of the connections it opened."""
         before = open_sockets().items()
         try:
-            group = dist.new_group(list(ranks), timeout=setting_up(self.timeout), backend=backend)
+            wait, backend = setting_up(self.timeout), backend or self.backend
+            group = dist.new_group(list(ranks), timeout=wait, backend=backend)
         except RuntimeError as error:
             raise self._lost(
                 f"rank {self.rank} in rendezvous with ranks {_listed(ranks)}", error
             ) from error
         if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
-            limit = NCCL if (backend or self.backend) == "nccl" else FOREVER
+            limit = NCCL if backend == "nccl" else FOREVER
             dist.distributed_c10d._set_pg_timeout(limit, group)
         opened = dict(open_sockets().items() - before)
         self.connections |= opened

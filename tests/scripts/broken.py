@@ -19,7 +19,7 @@ from train import Net, loader, trainer
 
 import gems
 from gems.schedule.action import parse
-from gems.torch.launch import place
+from gems.torch.launchers import place
 
 PLAN = gems.Plan(**json.loads(sys.argv[1]))
 FAULT = sys.argv[2]

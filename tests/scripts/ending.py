@@ -7,7 +7,7 @@ import torch
 
 from gems.torch.launch import connect
 
-transport = connect()
+transport, _ = connect()
 transport.all_gather_object("here")
 if transport.rank == 0:
     under_way = transport.all_reduce(torch.ones(4), (0, 1))
