@@ -19,9 +19,12 @@ class Device:
     """One rank's compute device.
 
     `flops` per second and `bandwidth` in bytes per second are the data sheet's; the efficiencies
-    (0 to 1) say how much of each a real layer reaches. `memory` in bytes, `launch` in seconds per
-    kernel, `call` in seconds that Python takes for a layer on a part of a tensor, however small.
-    A device that `is_host` computes in the host's memory, so that only disks are elsewhere.
+    (0 to 1) say how much of each a real layer reaches. `fp16_flops` and `bf16_flops` are those of
+    tensor cores; without them these types are as fast as fp32. `memory` in bytes, `launch` in
+    seconds per kernel, `call` in seconds that Python takes for a layer on a part of a tensor,
+    however small. A device that `is_host` computes in the host's memory, so that only disks are
+    elsewhere. Of its memory, `context` bytes hold no tensors, and so many more for each
+    `communicator` of a rank.
     """
 
     name: str
@@ -33,16 +36,20 @@ class Device:
     memory_efficiency: float
     is_host: bool = False
     call: float = 0.0
+    fp16_flops: float | None = None
+    bf16_flops: float | None = None
+    context: int = 0
+    communicator: int = 0
 
     def __post_init__(self) -> None:
         found = [
             f"{n} is {getattr(self, n)}, not above 0"
-            for n in ("flops", "bandwidth", "memory")
-            if not getattr(self, n) > 0
+            for n in ("flops", "bandwidth", "memory", "fp16_flops", "bf16_flops")
+            if getattr(self, n) is not None and not getattr(self, n) > 0
         ]
         found += [
             f"{n} is {getattr(self, n)}, not 0 or more"
-            for n in ("launch", "call")
+            for n in ("launch", "call", "context", "communicator")
             if not getattr(self, n) >= 0
         ]
         found += [
@@ -52,6 +59,10 @@ class Device:
         ]
         if found:
             raise PlanError(problems(f"device {self.name!r} cannot be", found))
+
+    def flops_in(self, precision: str) -> float:
+        """Per second, of products whose factors are of a precision: `fp32`, `fp16`, `bf16`."""
+        return {"fp16": self.fp16_flops, "bf16": self.bf16_flops}.get(precision) or self.flops
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ TORCH_LAYERS = (
     ("consensus", "settings"),
     ("tensors",),
     ("agree", "interrupt", "launch", "losses", "metrics", "optimizers", "step"),
-    ("device_choice",),
+    ("device_choice", "gpu_machine", "gpu_memory"),
     ("cuda_device", "launchers"),
 )
 MAP = {("gems",): LAYERS, ("gems", "torch"): TORCH_LAYERS}

@@ -194,7 +194,8 @@ def test_ranks_tell_each_other_what_they_ask_for(
     gpus: Callable[[int], list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     gpus(1)
-    store, found = dist.HashStore(), [None, None]
+    store = dist.HashStore()
+    found: list[Any] = [None, None]
 
     def ask(rank: int) -> None:
         at = Place(rank, 2, "127.0.0.1", 1, "torchrun")

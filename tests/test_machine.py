@@ -180,7 +180,8 @@ def test_an_allreduce_over_nobody_is_refused() -> None:
 def test_a_device_reports_all_its_faults_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         Device("toy", flops=0, bandwidth=-1, memory=0, launch=-1, compute_efficiency=1.5,
-               memory_efficiency=0, call=-1)  # fmt: skip
+               memory_efficiency=0, call=-1, fp16_flops=0, bf16_flops=0, context=-1,
+               communicator=-1)  # fmt: skip
     for field in dataclasses.fields(Device):
         if field.name not in ("name", "is_host"):  # which can be anything
             assert f"{field.name} is" in str(caught.value)

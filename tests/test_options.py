@@ -396,6 +396,20 @@ def test_the_device_is_the_one_that_was_asked_for() -> None:
             device("--device", "cuda")
 
 
+@shows("--limit-memory")
+def test_a_hard_limit_is_the_trainer_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it does is in test_gpu_memory.py."""
+    given = parsed(*TINY, "--limit-memory", "--memory", "1GiB")
+    source = source_from(given)
+    fitted(given, source)
+    with mock.patch("gems.cli.job.Trainer") as made:
+        trainer_from(given, plan_from(given), source)
+    assert made.call_args.kwargs["limit_memory"] is True
+    for options in ([], ["--memory", "1GiB", "--device", "cpu"]):
+        assert main(["train", *TINY, "--limit-memory", *options]) == 1
+        assert "--limit-memory limits the allocator of a GPU" in capsys.readouterr().err
+
+
 @shows("--seed")
 def test_the_seed_decides_weights_and_data(tmp_path: Path, usual: Run) -> None:
     assert trained(tmp_path / "a").losses == usual.losses

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gems.cli.model_options import MODEL, studied
-from gems.cli.options import add_options, count, machine_option, path, string
+from gems.cli.options import add_options, count, machine_of, machine_option, path, string
 from gems.cli.plan_options import PLAN, plan_from
 from gems.cli.simulate import predicted
 from gems.draw.chrome import chrome
@@ -27,7 +27,6 @@ from gems.draw.svg import svg
 from gems.draw.text import text
 from gems.errors import GemsError, problems
 from gems.files import from_json, read_text, write
-from gems.hardware import machine
 from gems.model.costs import unit
 from gems.planner.request import Request
 from gems.plans.describe import titled
@@ -139,7 +138,7 @@ def _show_step(given: argparse.Namespace) -> None:
 def _show_partition(given: argparse.Namespace) -> None:
     given.machine = given.machine or "cpu"
     plan = plan_from(given)
-    study = studied(given, machine(given.machine))
+    study = studied(given, machine_of(given.machine))
     graph, costs = study.graph
     stage_of = study.compiled(plan, Request.of(plan)).stage_of
     shown = partitioned(graph, stage_of, costs, plan.sizes)

@@ -345,6 +345,7 @@ def trainer_from(
         sample=torch.empty(micro_batch(given), *source.shape),
         plan=plan,
         memory=given.memory,
+        limit_memory=given.limit_memory,
         costs=given.costs,
         machine=given.machine,
         precision=given.precision,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gems.cli.options import add_options, machine_option, path
+from gems.cli.options import add_options, machine_of, machine_option, path
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.files import to_json, write
-from gems.hardware import LOCAL, Link, Machine, machine
+from gems.hardware import LOCAL, Link, Machine
 
 OPTIONS = {
     "--machine": machine_option("which to show (default: measure this computer)", None),
@@ -35,7 +35,7 @@ def run(given: argparse.Namespace) -> int:
         found = measured()
         print(f"wrote {write(LOCAL, to_json(found))}; --machine local means it from now on")
     else:
-        found = machine(given.machine)
+        found = machine_of(given.machine)
     print(_shown(found))
     if given.out:
         print(f"wrote {write(given.out, to_json(found))}")
@@ -48,6 +48,13 @@ def _shown(found: Machine) -> str:
         ("device", d.name),
         ("arithmetic", f"{d.flops / 1e12:.3g} TFLOP/s, {d.compute_efficiency:.0%} reached"),
         ("memory", f"{size(d.memory)}, {d.bandwidth / 1e9:.3g} GB/s, {d.memory_efficiency:.0%}"),
+        *(
+            (f"in {name}", f"{d.flops_in(name) / 1e12:.3g} TFLOP/s")
+            for name in ("fp16", "bf16")
+            if d.flops_in(name) != d.flops
+        ),
+        *([("context", size(d.context))] if d.context else []),
+        *([("communicator", f"{size(d.communicator)} each")] if d.communicator else []),
         ("launch", seconds(d.launch)),
         ("call", seconds(d.call)),
         ("link", _link(found.link)),

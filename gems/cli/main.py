@@ -23,6 +23,7 @@ from gems.cli import (
 )
 from gems.cli.numbers import bound
 from gems.errors import GemsError, short
+from gems.errors import note as add_note
 from gems.version import __version__
 
 LONGEST = 4000  # characters of a message
@@ -78,9 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        sys.stderr.write(
-            rendered(given.command, GemsError(f"{short(error, 300) or 'out of memory'}; {SMALLER}"))
-        )
+        shown = GemsError(f"{short(error, 300) or 'out of memory'}; {SMALLER}")
+        for note in getattr(error, "__notes__", ()):
+            add_note(shown, note)
+        sys.stderr.write(rendered(given.command, shown))
         return 1
 
 

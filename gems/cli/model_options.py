@@ -213,4 +213,4 @@ def studied(given: argparse.Namespace, on: Machine) -> Study:
     """The model on a machine: its graph, and costs; nothing is allocated unless it is `local`."""
     from gems.torch.planning import Study
 
-    return Study(*sampled(given), on)
+    return Study(*sampled(given), on, precision=getattr(given, "precision", "fp32"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gems.hardware import MACHINES
+from gems.hardware import MACHINES, Machine, machine
 
 # Flags, separated by spaces, to what argparse's add_argument takes.
 Options = Mapping[str, Mapping[str, Any]]
@@ -41,8 +41,17 @@ def path(help: str, metavar: str = "FILE", default: Path | None = None) -> dict[
 
 
 def machine_option(purpose: str, default: str | None) -> dict[str, Any]:
-    known = f"{', '.join(MACHINES)}, local (see gems machine), or a file like theirs"
+    known = f"auto, {', '.join(MACHINES)}, local (see gems machine), or a file like theirs"
     return string(default, f"{purpose}: {known}", "NAME")
+
+
+def machine_of(name: str) -> Machine:
+    """The machine of an option: `auto` is this computer's GPU, or `cpu`."""
+    if name != "auto":
+        return machine(name)
+    from gems.torch.gpu_machine import machine_here
+
+    return machine_here(name)
 
 
 def add_options(parser: argparse.ArgumentParser, options: Options, title: str = "") -> None:

@@ -6,19 +6,24 @@ import argparse
 from typing import Any
 
 from gems.cli.model_options import MODEL, studied
-from gems.cli.options import add_options, choice, count, machine_option, path, string
+from gems.cli.options import add_options, choice, count, machine_of, machine_option, path, string
 from gems.cli.plan_options import PLAN, plan_from
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
 from gems.files import to_json, write
-from gems.hardware import bytes_of, machine
+from gems.hardware import bytes_of
 from gems.planner.compile import CompiledPlan
 from gems.planner.request import Request
 from gems.plans.plan import Plan
 
 OPTIONS = {
-    "--machine": machine_option("machine to plan for (default: cpu)", "cpu"),
+    "--machine": machine_option(
+        "machine to plan for (default auto: the GPU here, else cpu)", "auto"
+    ),
+    "--precision": choice(
+        ("fp32", "bf16", "fp16"), "fp32", "autocast precision to plan for (default fp32)"
+    ),
     "--auto": count(None, "choose the best plan for RANKS ranks", metavar="RANKS"),
     "--memory": string(None, "memory budget per rank, e.g. 16GiB (default: the machine's)", "SIZE"),
     "--objective": choice(
@@ -60,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
 
 def planned(given: argparse.Namespace) -> tuple[Plan, CompiledPlan]:
     """The plan to write out, chosen or given, and what it is for the model."""
-    on = machine(given.machine)
+    on = machine_of(given.machine)
     study = studied(given, on)
     memory = bytes_of(given.memory) if given.memory else None
     if given.auto:

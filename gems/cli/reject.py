@@ -28,7 +28,12 @@ def reject(given: argparse.Namespace) -> None:
         )
     from gems.torch.device_choice import usable
 
-    usable(given.device, given.backend)
+    device = usable(given.device, given.backend)
+    if given.limit_memory and (device == "cpu" or given.memory is None):
+        raise GemsError(
+            "--limit-memory limits the allocator of a GPU to --memory; give --memory on a GPU, or "
+            "leave it out"
+        )
 
 
 @contextmanager

@@ -69,6 +69,9 @@ def _facts(job: FinishedJob) -> dict[str, str]:
     if job.timeline is not None:
         peaks = [size(memory.total) for memory in job.timeline.peaks]
         facts["peak memory"] = ", ".join(peaks) + " (rank by rank)"
+        pairs = [f"{size(used)} of {size(held)}" for used, held in job.timeline.allocator]
+        if pairs:
+            facts["allocator's peak"] = ", ".join(pairs) + " reserved (rank by rank)"
     for name in job.journal.names("eval"):
         if name != "epoch":
             facts[f"{name}, {len(job.rest)} held-out samples"] = _last(job.journal, name)

@@ -6,12 +6,11 @@ import argparse
 from typing import Any
 
 from gems.cli.model_options import MODEL, studied
-from gems.cli.options import add_options, machine_option, path
+from gems.cli.options import add_options, machine_of, machine_option, path
 from gems.cli.plan_options import PLAN, plan_from
 from gems.draw.table import report
 from gems.draw.text import text
 from gems.files import to_json, write
-from gems.hardware import machine
 from gems.model.costs import unit
 from gems.planner.compile import CompiledPlan
 from gems.planner.request import Request
@@ -53,4 +52,4 @@ def predicted(given: argparse.Namespace) -> Timeline:
 def compiled(given: argparse.Namespace) -> CompiledPlan:
     """The plan for the model on the machine that was asked for."""
     plan = plan_from(given)
-    return studied(given, machine(given.machine)).compiled(plan, Request.of(plan))
+    return studied(given, machine_of(given.machine)).compiled(plan, Request.of(plan))

@@ -41,11 +41,16 @@ RUNNING = {
         metavar="RANKS",
     ),
     "--memory": string(None, "memory budget per rank for plans and schedules, e.g. 2GiB", "SIZE"),
-    "--machine": machine_option("machine whose costs are estimated (default: cpu)", "cpu"),
+    "--machine": machine_option(
+        "machine whose costs are estimated (default auto: the GPUs of all ranks, else cpu)", "auto"
+    ),
     "--costs": choice(
         ("auto", "estimate", "measure"),
         "auto",
         "costs of layers, by which stages are balanced (default auto: measure on GPUs)",
+    ),
+    "--limit-memory": switch(
+        False, "on GPUs, let the allocator raise beyond --memory (default: plan for it only)"
     ),
     "--precision": choice(
         ("fp32", "bf16", "fp16"),

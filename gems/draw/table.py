@@ -43,6 +43,7 @@ def report(timeline: Timeline) -> str:
     headers = ["rank", "busy"]
     headers += ["peak", *kinds] if timeline.peaks else []
     headers += ["in flight"] if timeline.max_in_flight else []
+    headers += ["allocated", "reserved"] if timeline.allocator else []
     length = timeline.seconds or 1.0
     busy = [0.0] * timeline.ranks
     for event in timeline.events:
@@ -55,5 +56,7 @@ def report(timeline: Timeline) -> str:
             row += [size(peak.total), *(size(getattr(peak, kind)) for kind in kinds)]
         if timeline.max_in_flight:
             row.append(str(timeline.max_in_flight[rank]))
+        if timeline.allocator:
+            row += map(size, timeline.allocator[rank])
         rows.append(row)
     return heading(timeline) + "\n" + table(rows, headers)

@@ -12,16 +12,18 @@ from gems.model.costs import Cost, Costs
 from gems.model.graph import Block, Graph
 
 
-def estimate(graph: Graph, machine: Machine) -> Costs:
-    """Seconds and bytes of every block, in order."""
+def estimate(graph: Graph, machine: Machine, precision: str = "fp32") -> Costs:
+    """Seconds and bytes of every block, in order. `precision` is what products are computed in; the
+    bytes are the graph's, which is recorded under autocast where that is."""
+    device = machine.device
     return Costs(
-        tuple(_cost(graph, i, block, machine.device) for i, block in enumerate(graph.blocks))
+        tuple(_cost(graph, i, block, device, precision) for i, block in enumerate(graph.blocks))
     )
 
 
-def _cost(graph: Graph, index: int, block: Block, device: Device) -> Cost:
+def _cost(graph: Graph, index: int, block: Block, device: Device, precision: str) -> Cost:
     def seconds(flops: float, moved: float) -> float:
-        arithmetic = flops / (device.compute_efficiency * device.flops)
+        arithmetic = flops / (device.compute_efficiency * device.flops_in(precision))
         traffic = moved / (device.memory_efficiency * device.bandwidth)
         return max(arithmetic, traffic) + device.launch
 

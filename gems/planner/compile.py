@@ -17,6 +17,7 @@ from gems.model.graph import Graph
 from gems.planner.lower_bounds import least_bytes, resident
 from gems.planner.memo import Memo
 from gems.planner.request import Request
+from gems.planner.reserve import reserved
 from gems.planner.two_buffers import step_seconds
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
@@ -62,15 +63,16 @@ def compile_plan(
     even = within(None)
     if not request.limited or even.least_bytes[0] <= request.memory:
         return even
-    return within(request.memory)
+    return within(max(request.memory - even.reserved, 1))
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What a step should take: seconds, bytes on its fullest rank, and why.
 
-    `fullest` is what that rank's bytes are; `workspace` comes on top of them. `idle` is the share
-    of time that ranks wait, `sums` the seconds that all-reduces add at the end.
+    `fullest` is what that rank's bytes are; `workspace` comes on top of them, and what is
+    `reserved` for context and communicators. `idle` is the share of time that ranks wait, `sums`
+    the seconds that all-reduces add at the end.
     """
 
     seconds: float
@@ -78,10 +80,11 @@ class Prediction:
     workspace: int
     idle: float
     sums: float
+    reserved: int = 0
 
     @property
     def bytes(self) -> int:
-        return self.fullest.total + self.workspace
+        return self.fullest.total + self.workspace + self.reserved
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,12 @@ class CompiledPlan:
         optimizer state and workspace; None without a memory budget."""
         if not self.request.limited:
             return None
-        return self.request.memory - resident(self.plan, self.costs, self.request)
+        return self.request.memory - resident(self.plan, self.costs, self.request) - self.reserved
+
+    @cached_property
+    def reserved(self) -> int:
+        """Bytes of each rank that hold no tensors."""
+        return reserved(self.plan, self.machine)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -133,7 +141,8 @@ class CompiledPlan:
     @cached_property
     def least_bytes(self) -> tuple[float, float]:
         """That the fullest rank needs whatever its order, and the part that is activations."""
-        return least_bytes(self.plan, self.costs, self.request)
+        most, activations = least_bytes(self.plan, self.costs, self.request)
+        return most + self.reserved, activations + self.reserved
 
     @cached_property
     def least_seconds(self) -> float:
@@ -157,7 +166,7 @@ class CompiledPlan:
         if self.plan.asynchronous:
             seconds = max(seconds, self.least_seconds)
         sums = max(timeline.seconds - work, 0.0)
-        return Prediction(seconds, fullest, round(extra), timeline.bubble, sums)
+        return Prediction(seconds, fullest, round(extra), timeline.bubble, sums, self.reserved)
 
 
 def _require_stores(schedule: Schedule, plan: Plan) -> Schedule:

@@ -145,7 +145,7 @@ def chosen(found: SearchResult, largest: str = "") -> Candidate:
     least = "weights, gradients, optimizer, activations of one micro-batch"
     leanest = sorted(
         [(c.bytes, c.plan, _parts(c)) for c in found.rest]
-        + [(p.bytes, p.plan, least) for p in found.pruned],
+        + [(p.bytes, p.plan, least + _reserved(p.reserved)) for p in found.pruned],
         key=lambda entry: entry[0],
     )
     if not leanest:
@@ -159,9 +159,14 @@ def chosen(found: SearchResult, largest: str = "") -> Candidate:
     )
 
 
+def _reserved(size_of: int) -> str:
+    return f", context and communicators {size(size_of)}" if size_of else ""
+
+
 def _parts(candidate: Candidate) -> str:
     kinds = [(kind, getattr(candidate.prediction.fullest, kind)) for kind in KINDS]
     kinds.append(("workspace", candidate.prediction.workspace))
+    kinds.append(("context and communicators", candidate.prediction.reserved))
     shown = sorted(((n, kind) for kind, n in kinds if n), reverse=True)[:3]
     return ", ".join(f"{kind} {size(n)}" for n, kind in shown)
 

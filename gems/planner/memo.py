@@ -11,6 +11,7 @@ from gems.planner.assign import stages, written
 from gems.planner.in_flight import in_flight
 from gems.planner.recompute_selection import Footprints, fitted
 from gems.planner.request import Request
+from gems.planner.reserve import reserved
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
 
@@ -46,14 +47,15 @@ class Memo:
         bytes; and the stage of every block. Of the plan given, other fields may differ."""
         stage_of = self._partition(plan, limit)
         key: tuple[object, ...] = (stage_of, plan.stages, plan.recompute, plan.balance)
+        capacity = self.request.capacity(self.machine)
         if any(policy.recompute == "auto" for policy in plan.activations):  # what `fitted` reads
+            capacity = max(capacity - reserved(plan, self.machine), 0)
             key += (plan.sizes, plan.stream, plan.residency, plan.stages_in_copy, plan.places[0])
-            key += (tuple(in_flight(plan)), plan.alternates)
+            key += (tuple(in_flight(plan)), plan.alternates, capacity)
         if key not in self._written:
             self._written[key] = fitted(
                 written(plan, self.graph, stage_of),
-                self.graph, self.costs, stage_of, self.request.capacity(self.machine),
-                self.request.state, self._footprints,
+                self.graph, self.costs, stage_of, capacity, self.request.state, self._footprints,
             )  # fmt: skip
         return self._written[key], stage_of
 

@@ -53,7 +53,8 @@ class Candidate:
 class Pruned:
     """A plan that was not simulated, because the least it could take is already too much.
 
-    `activations` is the part of its bytes that is not state.
+    `activations` is the part of its bytes that is not state, `reserved` the part of both that holds
+    no tensors.
     """
 
     family: str
@@ -61,6 +62,7 @@ class Pruned:
     seconds: float
     bytes: float
     activations: float
+    reserved: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,8 @@ class Search:
             except PlanError as error:
                 self.rejected.setdefault(choice.family, str(error))
                 continue
-            bound = Pruned(choice.family, compiled.plan, compiled.least_seconds, *sizes)
+            least = (compiled.least_seconds, *sizes, compiled.reserved)
+            bound = Pruned(choice.family, compiled.plan, *least)
             found.append((choice, bound, compiled))
 
         def order(entry: tuple[Choice, Pruned, CompiledPlan]) -> tuple[float, bool]:

@@ -139,6 +139,8 @@ class Timeline:
     `clock` is what the seconds are: `wall`, `virtual` or `simulated`. `memory` has one row per rank
     of (seconds, Memory); `peaks` the highest of each rank; `max_in_flight` the most micro-batches
     whose activations it held; `links` the bytes that stages sent, as (source, target, bytes).
+    `allocator` has the most bytes in tensors and the most reserved for them on the GPU of each
+    rank, as torch counted them over all steps so far.
     """
 
     events: tuple[Event, ...]
@@ -147,6 +149,7 @@ class Timeline:
     peaks: tuple[Memory, ...] = ()
     max_in_flight: tuple[int, ...] = ()
     links: tuple[tuple[int, int, int], ...] = ()
+    allocator: tuple[tuple[int, int], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -193,7 +196,7 @@ def timeline_problems(timeline: Timeline) -> Iterator[str]:
             yield f"{event.action} is on rank {event.rank}; ranks are 0 to {MOST_RANKS - 1}"
         if not -LONGEST <= event.start <= event.stop <= LONGEST:
             yield f"{event.action} runs from {event.start} to {event.stop} s"
-    for name in ("memory", "peaks"):
+    for name in ("memory", "peaks", "allocator"):
         if (rows := len(getattr(timeline, name))) not in (0, timeline.ranks):
             yield f"{name} has {rows} rows for {timeline.ranks} ranks"
     for rank, row in enumerate(timeline.memory):
@@ -217,6 +220,7 @@ def merged(parts: list[Timeline]) -> Timeline:
         memory=tuple(tuple((t - zero, m) for t, m in row) for p in parts for row in p.memory),
         peaks=tuple(peak for part in parts for peak in part.peaks),
         max_in_flight=tuple(n for part in parts for n in part.max_in_flight),
+        allocator=tuple(pair for part in parts for pair in part.allocator),
     )
 
 

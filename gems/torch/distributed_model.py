@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from gems import hardware as machines
 from gems.engine.executor import Engine
 from gems.errors import GemsError, PlanError, ShapeError
 from gems.model.costs import Costs
+from gems.planner.reserve import reserved
 from gems.plans.plan import Plan
 from gems.predict.simulate import simulate
 from gems.predict.timeline import Timeline, merged
@@ -22,6 +24,8 @@ from gems.torch import fingerprint
 from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.weight_files import write_weights
 from gems.torch.consensus import attempt
+from gems.torch.gpu_machine import machine_on
+from gems.torch.gpu_memory import GpuMemory
 from gems.torch.handshake import Handshake
 from gems.torch.interrupt import Interrupt
 from gems.torch.lifetime import connected
@@ -50,6 +54,8 @@ Own = TypeVar("Own", bound="DistributedModel")
 class DistributedModel:
     """The part of `Session` that needs no gradients. The arguments are Session's."""
 
+    machine: machines.Machine
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -59,7 +65,7 @@ class DistributedModel:
         *,
         memory: str | float | None = None,
         costs: str | Costs = "auto",
-        machine: str | Path | machines.Machine = "cpu",
+        machine: str | Path | machines.Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
         clip: float | None = None,
@@ -73,14 +79,14 @@ class DistributedModel:
         batch_dim: Any = None,
         timeout: float | None = None,
         regularizer: Regularizer | None = None,
+        limit_memory: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.transport, self.device = connected(transport, backend, timeout, device)
         self.rank = self.transport.rank
         self.loss, self.clip, self.seed, self.precision = loss, clip, seed, precision
         self.memory = None if memory is None else machines.bytes_of(memory)
-        described = isinstance(machine, machines.Machine)
-        self.machine = machine if described else machines.machine(machine)
+        self.gpu = GpuMemory(self.device, self.memory, limit=limit_memory)
         self.offload_folder, self.batch_dim = offload_folder, batch_dim
         self.interrupt, self.regularizer = interrupt, regularizer
         self.optimizers: list[RankOptimizer] = []
@@ -94,6 +100,7 @@ class DistributedModel:
         self.failed: BaseException | None = None  # what left this session unusable
 
         def prepare() -> None:
+            self.machine = machine_on(machine, self.device, self.transport)
             self._prepare(model, sample, plan, costs, schedule, initialize)
             self._prepare_training()
 
@@ -147,6 +154,7 @@ class DistributedModel:
             trim()
         self.runner.programs.remember(sample, found.traced)
         self.part.reject_nothing_partitioned()
+        self.gpu.begin(reserved(self.plan, self.machine))
 
     def _prepare_training(self) -> None:
         """What a session needs besides."""
@@ -272,7 +280,9 @@ class DistributedModel:
             raise GemsError("nothing has run yet; call step first")
         self.reject_unusable()
         self.handshake.call("timeline")
-        return merged(self.transport.all_gather_object(self.measured))
+        peak = self.allocator_peak
+        mine = self.measured if peak is None else replace(self.measured, allocator=(peak,))
+        return merged(self.transport.all_gather_object(mine))
 
     @property
     def peak(self) -> int:
@@ -280,6 +290,13 @@ class DistributedModel:
         if self.measured is None:
             return 0
         return max((memory.total for memory in self.measured.peaks), default=0)
+
+    @property
+    def allocator_peak(self) -> tuple[int, int] | None:
+        """Most bytes in tensors, and most that torch's allocator took from the GPU for them, since
+        the session was made; None on CPUs. Workspaces and fragments are in it, but neither the
+        context nor communicators."""
+        return self.gpu.peak()
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -312,6 +329,7 @@ class DistributedModel:
             own.close()
         for store in self.part.stores:
             store.close()
+        self.gpu.end()
         self.transport.close()
 
 

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from gems.errors import GemsError, PlanError
 from gems.hardware import Machine, bytes_of
-from gems.hardware import machine as machine_of
 from gems.model.costs import Costs
 from gems.model.estimate import estimate
 from gems.model.graph import Graph
@@ -25,6 +24,8 @@ from gems.planner.request import Request
 from gems.planner.search import SearchResult, search
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM
+from gems.torch.gpu_machine import machine_here
+from gems.torch.runtime.stage_programs import PRECISIONS
 from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import as_module, trace
@@ -37,17 +38,19 @@ def plan(
     sample: Any,
     *,
     ranks: int,
-    machine: str | Machine = "cpu",
+    machine: str | Machine = "auto",
     memory: str | float | None = None,
     micro_batches: int = 0,
     objective: str = "time",
     costs: str = "auto",
     state: float = ADAM,
     schedule: str = "",
+    precision: str = "fp32",
 ) -> Plan:
     """The best plan for `model` on inputs like `sample`; `plan.explain()` gives the reasons.
 
-    machine        a preset's name, a file, or a gems.Machine
+    machine        a preset's name, a file, or a gems.Machine; "auto", the default: this computer's
+                   GPU by its properties, if there is one, else `cpu`
     memory         bytes per rank, "16GiB"; the machine's own if left out
     micro_batches  of one step, over all copies; two per rank if left out
     objective      `time`; `memory`; or `image`, the largest image that fits: then the sample's own
@@ -56,12 +59,14 @@ def plan(
                    machine is `local`
     state          bytes of the optimizer's state per byte of trained parameters: Adam 2
     schedule       plans of this one only; if left out, any but `2bw`, which uses older weights
+    precision      `fp32` (as the model is), `bf16` or `fp16` by autocast: bytes of activations, and
+                   speed, where the machine has one for it
     """
-    on = machine_of(machine) if not isinstance(machine, Machine) else machine
+    on = machine_here(machine)
     budget = None if memory is None else bytes_of(memory)
     wanted = {"objective": objective, "state": state, "schedule": schedule}
     request = Request.on(on, ranks, budget, micro_batches, **wanted)
-    return choose(Study(model, sample, on, costs), request)[0]
+    return choose(Study(model, sample, on, costs, precision), request)[0]
 
 
 def choose(study: Study, request: Request) -> tuple[Plan, Study]:
@@ -94,16 +99,25 @@ class Study:
     sample: Any
     machine: Machine
     costs: str = "auto"
+    precision: str = "fp32"
 
     @cached_property
     def graph(self) -> tuple[Graph, Costs]:
-        """What the model is, and what its blocks cost."""
-        traced = trace(self.model, self.sample)
-        module, _ = as_module(self.model)
-        graph = with_halos(traced, module)
-        if self.costs == "measure" or (self.costs == "auto" and self.machine.name == "local"):
-            return graph, measure(traced, module, torch.device("cpu"))
-        return graph, estimate(graph, self.machine)
+        """What the model is, and what its blocks cost; recorded under the CPU's autocast."""
+        with self._autocast():
+            traced = trace(self.model, self.sample)
+            module, _ = as_module(self.model)
+            graph = with_halos(traced, module)
+            if self.costs == "measure" or (self.costs == "auto" and self.machine.name == "local"):
+                return graph, measure(traced, module, torch.device("cpu"))
+        return graph, estimate(graph, self.machine, self.precision)
+
+    def _autocast(self) -> torch.autocast:
+        if self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise PlanError(f"precision {self.precision!r} is unknown; choose one of {known}")
+        dtype = PRECISIONS[self.precision]
+        return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
     def search(self, request: Request, *, enough: bool = False, prune: bool = True) -> SearchResult:
         return search(*self.graph, self.machine, request, enough=enough, prune=prune)

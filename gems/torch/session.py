@@ -18,6 +18,7 @@ from gems.predict.timeline import Timeline
 from gems.torch.async_pipeline import AsyncPipeline
 from gems.torch.consensus import attempt
 from gems.torch.distributed_model import DistributedModel
+from gems.torch.gpu_memory import explained
 from gems.torch.lifetime import closable
 from gems.torch.offload.malloc import trim
 from gems.torch.runtime.begin_step import begin_step, changed_buffers
@@ -268,6 +269,7 @@ class Session(DistributedModel):
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(explained(self))
             for own in self.optimizers:
                 stack.enter_context(own.allowed())
             yield

@@ -109,7 +109,7 @@ def _block_costs(
         return mean(found)
     if costs != "estimate":
         raise PlanError(f"costs is {costs!r}; give 'auto', 'estimate', 'measure' or a gems.Costs")
-    return estimate(traced.graph, where.machine)
+    return estimate(traced.graph, where.machine, where.precision)
 
 
 def _chosen(traced: Trace, blocks: Costs, machine: Machine, request: Request) -> Plan:

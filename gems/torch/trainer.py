@@ -42,7 +42,10 @@ class Trainer:
     memory       bytes per rank, e.g. "16GiB": a limit for "auto" plans, schedules and `recompute`
     costs        what blocks cost: "estimate"; "measure", which runs each distinct one; gems.Costs;
                  or "auto", which measures on GPUs and for plan="auto"
-    machine      what estimates and "auto" plans are for: a preset, a file of one, or a Machine
+    machine      what estimates and "auto" plans are for: a preset, a file of one, or a Machine;
+                 "auto", the default, is the GPUs of all ranks by their properties, else `cpu`
+    limit_memory  let the GPU's allocator raise torch.OutOfMemoryError beyond `memory`, of which
+                 context and communicators take their part; an error on CPUs
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
     precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
@@ -81,7 +84,7 @@ class Trainer:
         *,
         memory: str | float | None = None,
         costs: str | Costs = "auto",
-        machine: str | Path | Machine = "cpu",
+        machine: str | Path | Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
         clip: float | None = None,
@@ -97,6 +100,7 @@ class Trainer:
         batch_dim: Any = None,
         timeout: float | None = None,
         regularizer: Regularizer | None = None,
+        limit_memory: bool = False,
     ) -> None:
         trains = optimizer is not None
         self.session = Session(
@@ -120,6 +124,7 @@ class Trainer:
             batch_dim=batch_dim,
             timeout=timeout,
             regularizer=regularizer if trains else None,
+            limit_memory=limit_memory,
             settings={"accumulate": accumulate},
         )
         self.accumulate = accumulate
@@ -205,6 +210,11 @@ class Trainer:
     def peak(self) -> int:
         """Most live bytes of this rank in the last step or prediction."""
         return self.session.peak
+
+    @property
+    def allocator_peak(self) -> tuple[int, int] | None:
+        """On a GPU, most bytes in tensors and most that the allocator took for them so far."""
+        return self.session.allocator_peak
 
     @property
     def closed(self) -> bool:
