@@ -318,6 +318,28 @@ def test_peaks_of_the_allocator_are_beside_the_counters(trainer: gems.Trainer) -
     assert list(timeline_problems(wrong)) == ["allocator has 2 rows for 1 ranks"]
 
 
+def test_a_trainer_plans_for_its_devices_and_leaves_out_what_is_reserved(
+    gpu: FakeGpu, monkeypatch: Patch
+) -> None:
+    asked: list[Any] = []
+
+    def machine_of(*given: Any) -> Machine:
+        asked.append(given)
+        return RESERVING
+
+    def on_gpu(device: torch.device, *given: Any, **more: Any) -> GpuMemory:
+        return GpuMemory(CUDA, *given, **more)
+
+    monkeypatch.setattr("gems.torch.distributed_model.machine_on", machine_of)
+    monkeypatch.setattr("gems.torch.distributed_model.GpuMemory", on_gpu)
+    options: dict[str, Any] = {"device": "cpu", "memory": "2GiB", "limit_memory": True}
+    with gems.Trainer(small(), None, None, SAMPLE, Plan(), **options) as made:
+        assert made.machine == RESERVING
+        assert asked == [("auto", made.device, made.transport)]
+        assert (gpu.limits, gpu.resets) == ([2 * GIB - CONTEXT], 1)
+    assert gpu.limits[1:] == [40 * GIB]
+
+
 def test_a_cpu_has_no_allocator_peak() -> None:
     assert GpuMemory(CPU, None, limit=False).peak() is None
 
