@@ -174,8 +174,9 @@ def test_the_command_line_rejects_contradictions(
     gpus(2)
     for options in (["--device", "cpu", "--backend", "nccl"], ["--device", "cuda:5"]):
         assert main(["train", *options]) == 1
-    assert "device is cpu; leave out one" in (said := capsys.readouterr().err)
-    assert "this process sees 2 GPUs" in said
+    assert "this process sees 2 GPUs" in capsys.readouterr().err
+    assert main(["verify", "--device", "cpu", "--backend", "nccl"]) == 1
+    assert "device is cpu; leave out one" in capsys.readouterr().err
 
 
 def test_over_a_transport_that_is_given_the_cpu_is_the_default(

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from gems.cli.options import add_options, choice, count, path, real
+from gems.cli.options import DEVICE, add_options, choice, count, path, real
 from gems.cli.ranks import end_with_launcher, start
 from gems.draw.table import table
 from gems.draw.units import seconds
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 OPTIONS = {
     "--ranks": count(0, "local ranks (default: as many as GPUs, or two)"),
-    "--backend": choice(("gloo", "nccl"), None, "default: nccl with GPUs, else gloo"),
+    "--device": DEVICE,
+    "--backend": choice(("gloo", "nccl"), None, "default: nccl on GPUs, gloo on CPUs"),
     "--out": path("the report (default gems-doctor.json)", "FILE", Path("gems-doctor.json")),
     "--patience": real(
         120.0, "until a check is taken as hung; its stacks are in the report (default 120)",
@@ -57,7 +58,7 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     end_with_launcher()
     from gems.torch.doctor import environment, names, report
-    from gems.torch.launch import place
+    from gems.torch.launchers import place
 
     here = place()
     world = here.world if here else given.ranks or _ranks()
@@ -91,7 +92,7 @@ def _in_rank(given: argparse.Namespace, rank: int, world: int, wanted: list[str]
     found: list[Check] = []
     for name in wanted:
         faulthandler.dump_traceback_later(given.patience, exit=True)
-        check = doctor.run(world, name, backend=given.backend)
+        check = doctor.run(world, name, device=given.device, backend=given.backend)
         faulthandler.cancel_dump_traceback_later()
         found.append(check)
         if rank == 0:
@@ -121,7 +122,7 @@ def _on_ranks(given: argparse.Namespace, world: int, wanted: list[str]) -> Itera
 
 def _command(given: argparse.Namespace, left: list[str], part: Path) -> list[str]:
     found = [sys.executable, "-m", "gems", "doctor", *left, "--out", str(part)]
-    found += ["--patience", str(given.patience)]
+    found += ["--patience", str(given.patience), "--device", given.device]
     return found + (["--backend", given.backend] if given.backend else [])
 
 

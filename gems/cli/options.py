@@ -40,6 +40,14 @@ def path(help: str, metavar: str = "FILE", default: Path | None = None) -> dict[
     return {"type": Path, "default": default, "metavar": metavar, "help": help}
 
 
+DEVICE = string(
+    "auto",
+    "auto (default): a GPU for each rank; CPUs where ranks are more than GPUs, or with "
+    "--backend gloo. cpu; cuda: an error where GPUs are too few; cuda:N: this one",
+    "DEVICE",
+)
+
+
 def machine_option(purpose: str, default: str | None) -> dict[str, Any]:
     known = f"auto, {', '.join(MACHINES)}, local (see gems machine), or a file like theirs"
     return string(default, f"{purpose}: {known}", "NAME")

@@ -24,7 +24,17 @@ from gems.cli.data import DATA
 from gems.cli.heat_maps import heat_map_options
 from gems.cli.lock import locked, require_free
 from gems.cli.model_options import MODEL, micro_batch
-from gems.cli.options import add_options, choice, count, machine_option, path, real, string, switch
+from gems.cli.options import (
+    DEVICE,
+    add_options,
+    choice,
+    count,
+    machine_option,
+    path,
+    real,
+    string,
+    switch,
+)
 from gems.cli.plan_options import PLAN, plan_from
 from gems.cli.ranks import end_with_launcher, start
 from gems.cli.reject import reject
@@ -58,12 +68,7 @@ RUNNING = {
         "autocast precision (default fp32); also fp_16 and bp_16",
         type=lambda text: PRECISIONS.get(text, text),
     ),
-    "--device": string(
-        "auto",
-        "auto (default): a GPU for each rank; CPUs where ranks are more than GPUs, or with "
-        "--backend gloo. cpu; cuda: an error where GPUs are too few; cuda:N: this one",
-        "DEVICE",
-    ),
+    "--device": DEVICE,
     "--backend": choice(
         ("gloo", "nccl", "mpi"), None,
         "of torch.distributed (default: nccl on GPUs, gloo on CPUs); gloo with --device cuda "

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from gems.cli.model_options import MODEL, micro_batch, model_from, sampled
-from gems.cli.options import add_options, choice, real
+from gems.cli.options import DEVICE, add_options, choice, real
 from gems.cli.plan_options import PLAN, plan_from
 from gems.cli.ranks import end_with_launcher, start
 
@@ -23,7 +23,8 @@ OPTIONS = {
         1e-10, "largest relative difference (default 1e-10; a network that computes some values "
         "in float32 whatever its weights are needs 1e-5)",
     ),
-    "--backend": choice(("gloo", "nccl"), None, "default: nccl with GPUs, else gloo"),
+    "--device": DEVICE,
+    "--backend": choice(("gloo", "nccl"), None, "default: nccl on GPUs, gloo on CPUs"),
 }  # fmt: skip
 
 
@@ -46,15 +47,17 @@ def run(given: argparse.Namespace) -> int:
     micro_batch(given)
     import torch
 
-    from gems.torch.launch import place
+    from gems.torch.device_choice import usable
+    from gems.torch.launchers import place
     from gems.torch.parity import compare
 
+    usable(given.device, given.backend)
     here = place()
     if plan.world > 1 and here is None:
         return start([sys.executable, "-m", "gems", *given.typed], plan.world)
     _, sample = sampled(given)
     torch.manual_seed(0)
-    found = compare(model_from(given), sample, plan, backend=given.backend)
+    found = compare(model_from(given), sample, plan, device=given.device, backend=given.backend)
     if found is None:  # rank 0 has it
         return 0
     passed = found.error <= given.tolerance

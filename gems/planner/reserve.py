@@ -6,6 +6,7 @@ from collections import Counter
 
 from gems.hardware import Machine
 from gems.plans.plan import Plan
+from gems.schedule.communicators import communicators
 
 
 def reserved(plan: Plan, machine: Machine) -> int:
@@ -13,26 +14,10 @@ def reserved(plan: Plan, machine: Machine) -> int:
     device = machine.device
     if not device.communicator:
         return device.context
-    return device.context + device.communicator * communicators(plan)
+    return device.context + device.communicator * most_communicators(plan)
 
 
-def communicators(plan: Plan) -> int:
-    """Of the rank with most: one for each group that it is in (all ranks, replicas of a stage, a
-    spatial group, tied weights) and one for each direction of each link to a rank of another
-    stage."""
-    if plan.world == 1:
-        return 0
-    groups = {tuple(range(plan.world)), *plan.replica_groups, *plan.tied_groups.values()}
-    groups |= {group for row in plan.spatial_groups for group in row}
-    links = {
-        link
-        for row in plan.spatial_groups
-        for source, sink in plan.chain
-        for a in row[source]
-        for b in row[sink]
-        if a != b
-        for link in ((a, b), (b, a))  # outputs, and gradients
-    }
-    counts = Counter(rank for group in groups if len(group) > 1 for rank in group)
-    counts.update(rank for link in links for rank in link)
-    return max(counts.values())
+def most_communicators(plan: Plan) -> int:
+    """Of the rank that is in most of those that the plan's steps use."""
+    counts = Counter(rank for found in communicators(plan) for rank in found.ranks)
+    return max(counts.values(), default=0)

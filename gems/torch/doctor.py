@@ -18,7 +18,8 @@ from gems.draw.units import seconds
 from gems.errors import GemsError
 from gems.files import to_json
 from gems.plans.plan import Plan
-from gems.torch.launch import connect, device_for, place
+from gems.torch.launch import connect
+from gems.torch.launchers import place
 from gems.torch.parity import TOLERANCE, compare, mean_square
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -186,8 +187,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def messages(world: int, **options: Any) -> Check:
     """Set up all links, then time messages between neighbours and an all-reduce of all ranks."""
-    transport = connect(options.get("backend"))
-    device = options.get("device") or device_for(transport)
+    transport, device = connect(options.get("backend"), device=options.get("device"))
     everyone = tuple(range(world))
     pairs = sorted({tuple(sorted((rank, (rank + 1) % world))) for rank in everyone})
     links = [(a, b, 0) for x, y in pairs for a, b in ((x, y), (y, x))]
