@@ -148,6 +148,7 @@ class DistributedModel:
         if self.on_disk:
             trim()
         self.runner.programs.remember(sample, found.traced)
+        self.part.connect_stages(self.runner.programs.recordings.values())
         self.part.reject_nothing_partitioned()
 
     def _prepare_training(self) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from gems.errors import GemsError, PeerError
 from gems.transport.board import FAILED, LOST, Board, FolderBoard, StoreBoard
+from gems.transport.communicators import setting_up
 from gems.transport.heartbeat import Heartbeat
 from gems.transport.private import VARIABLE, Folder, meet
 from gems.transport.protocol import Transport
@@ -29,7 +30,6 @@ from gems.transport.torch_distributed import (
     default_heartbeat,
     first_line,
     next_name,
-    setting_up,
 )
 
 
