@@ -85,7 +85,7 @@ class Communicators:
             limit = NCCL if (backend or self.backend) == "nccl" else FOREVER
             dist.distributed_c10d._set_pg_timeout(limit, group)
         opened = dict(open_sockets().items() - before)
-        self.connections |= opened
+        self.connections.update(opened)
         if users := strangers(opened):
             raise PeerError(
                 f"rank {self.rank} was to be connected to ranks {listed(ranks)}, but a "

@@ -54,7 +54,7 @@ from gems.transport.protocol import (
     Work,
     own_part,
 )
-from gems.transport.sockets import hang_up
+from gems.transport.sockets import hang_up, hung_up
 
 TAGS = 1 << 20  # per channel
 ON_HOST = 2  # a channel of messages
@@ -133,7 +133,8 @@ class TorchDist:
         self.communicators = Communicators(self.rank, self.world, self.backend, timeout, self._lost)
         self._set_up(self.communicators.open)
         if self.heartbeat is not None:
-            self.heartbeat.on_loss(self._lose)
+            connections = self.communicators.connections
+            self.heartbeat.on_loss(self._lose, lambda: hung_up(dict(connections)))
 
     def _set_up(self, make: Callable[..., None], *args: Any) -> None:
         try:
@@ -338,7 +339,8 @@ class TorchDist:
             os._exit(1)
 
     def _hang_up(self) -> None:
-        connections, self.communicators.connections = self.communicators.connections, {}
+        connections = dict(self.communicators.connections)
+        self.communicators.connections.clear()
         hang_up(connections)
         if self.backend == "nccl":  # by a thread that nobody needs to wait for
             aborting = threading.Thread(target=self.communicators.abort, daemon=True)
