@@ -16,7 +16,7 @@ from gems.errors import GemsError, PeerError
 from gems.plans.plan import Plan
 from gems.torch.spatial.group import neighbours
 from gems.torch.trainer import Trainer
-from gems.transport.communicators import Communicators
+from gems.transport.communicators import Communicators, bound
 from gems.transport.protocol import EXCHANGES, Transport
 from gems.transport.threads import run
 from gems.transport.torch_distributed import TorchDist
@@ -149,6 +149,15 @@ def test_a_step_hangs_if_its_first_messages_are_the_first_use_of_communicators(n
         over_nccl(COLD[name])
     expected, (found, _) = over_threads(COLD[name]), over_nccl(COLD[name])
     assert [losses for losses, _, _ in found] == [losses for losses, _, _ in expected]
+
+
+def test_a_process_group_of_gpus_is_bound_to_the_device_of_this_rank() -> None:
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "current_device", lambda: 3),
+    ):
+        assert bound("nccl") == {"device_id": torch.device("cuda", 3)}
+        assert bound("gloo") == {}
 
 
 def test_all_that_was_prepared_is_used_by_all_before_prepare_returns() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gems.errors import GemsError, PeerError
 from gems.transport.board import FAILED, LOST, Board, FolderBoard, StoreBoard
-from gems.transport.communicators import setting_up
+from gems.transport.communicators import bound, setting_up
 from gems.transport.heartbeat import Heartbeat
 from gems.transport.private import VARIABLE, Folder, meet
 from gems.transport.protocol import Transport
@@ -225,7 +225,12 @@ def _meet(at: Place, backend: str, timeout: float, patience: float) -> Transport
     store = dist.PrefixStore(f"group-{_run.groups}", _run.store)
     try:
         dist.init_process_group(
-            backend, store=store, rank=at.rank, world_size=at.world, timeout=setting_up(timeout)
+            backend,
+            store=store,
+            rank=at.rank,
+            world_size=at.world,
+            timeout=setting_up(timeout),
+            **bound(backend),
         )
     except RuntimeError as error:
         why = heartbeat.cause() or first_line(error)

@@ -75,14 +75,15 @@ class Communicators:
     def _make(self, ranks: Sequence[int], backend: str | None = None) -> Any:
         """A new group, and a note of the connections it opened."""
         before = open_sockets().items()
+        wait, backend = setting_up(self.timeout), backend or self.backend
         try:
-            group = dist.new_group(list(ranks), timeout=setting_up(self.timeout), backend=backend)
+            group = dist.new_group(list(ranks), timeout=wait, backend=backend)
         except RuntimeError as error:
             raise self.lost(
                 f"rank {self.rank} in rendezvous with ranks {listed(ranks)}", error
             ) from error
         if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
-            limit = NCCL if (backend or self.backend) == "nccl" else FOREVER
+            limit = NCCL if backend == "nccl" else FOREVER
             dist.distributed_c10d._set_pg_timeout(limit, group)
         opened = dict(open_sockets().items() - before)
         self.connections.update(opened)
@@ -129,12 +130,12 @@ class Communicators:
         number = torch.zeros(1, device=device)
         for (source, target), group in links:
             if self.rank == source:
-                dist.isend(number, target, group=group).wait()
+                _end(dist.isend(number, target, group=group))
             elif self.rank == target:
-                dist.irecv(torch.zeros_like(number), source, group=group).wait()
+                _end(dist.irecv(torch.zeros_like(number), source, group=group))
         for ranks, group in groups:
             if self.rank in ranks:
-                dist.all_reduce(torch.zeros_like(number), group=group, async_op=True).wait()
+                _end(dist.all_reduce(torch.zeros_like(number), group=group, async_op=True))
         for ranks, group in exchanging:
             pairs = sorted(pair for pair in set(neighbours[ranks]) if self.rank in pair)
             sends = [(number, target) for source, target in pairs if source == self.rank]
@@ -144,7 +145,7 @@ class Communicators:
                 if target == self.rank
             ]
             for work in batch(sends, receives, group):
-                work.wait()
+                _end(work)
         if device.type != "cpu":
             torch.cuda.synchronize(device)
 
@@ -199,6 +200,16 @@ def batch(
     operations = [dist.P2POp(dist.irecv, buffer, source, group) for buffer, source in receives]
     operations += [dist.P2POp(dist.isend, buffer, target, group) for buffer, target in sends]
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _end(work: Any) -> None:
+    work.wait()
+
+
+def bound(backend: str) -> dict[str, Any]:
+    """What `init_process_group` is given besides: communicators of a group that is bound to this
+    rank's device are made when the group is, not at their first use."""
+    return {"device_id": _device()} if backend == "nccl" else {}
 
 
 def on_host(buffer: torch.Tensor) -> bool:

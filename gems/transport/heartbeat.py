@@ -10,10 +10,10 @@ Across nodes it does not: then `timeout` must be longer than the longest such ca
 A second thread looks at what the first has read, because the first may wait for ever where the
 place of the lines is a store whose process is stopped.
 
-[Note: how soon a lost rank is noticed] One that fails, or ends by an error, says so; one that is
-killed on this node is missed within two beats. On another node the system closes the connections of
-a killed process: then a rank is lost that gives no sign for HUNG_UP seconds. What is left is a rank
-that is stopped, and a node that is gone: `timeout`.
+[Note: how soon a lost rank is noticed] One that fails, or ends by an error, writes it down; one
+that is killed on this node is missed within two beats. On another node the system closes the
+connections of a killed process: then a rank is lost that gives no sign for HUNG_UP seconds. What is
+left is a rank that is stopped, and a node that is gone: `timeout`.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class TorchDist:
     """This process's end of groups over all ranks of the default one, which must be initialised.
 
     A rank that gives no sign of life for `timeout` seconds is lost. `heartbeat` may have begun
-    before; `leave` is called when this transport is closed and has left the default group.
+    before; `leave` is called when this transport is closed and has left the default group. A group
+    with a backend for each kind of device (`init_process_group()`) needs to be told which is used.
     """
 
     def __init__(
@@ -117,9 +118,10 @@ class TorchDist:
         *,
         heartbeat: Heartbeat | None = None,
         leave: Callable[[], None] | None = None,
+        backend: str | None = None,
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.backend = dist.get_backend()
+        self.backend = backend or dist.get_backend()
         self.leave = leave
         self.failed: BaseException | None = None
         self.noticed = threading.Event()  # by whoever uses this transport
@@ -184,7 +186,7 @@ class TorchDist:
     ) -> Work:
         """Each by itself; gloo runs them side by side."""
         arriving = [(self._host(buffer), buffer, source) for buffer, source in receives]
-        leaving = [(self._staged(buffer), target) for buffer, target in sends]
+        leaving = [(_filled(self._host(x), x), target) for x, target in sends]
 
         def work() -> list[Any]:
             found = [
@@ -230,13 +232,7 @@ class TorchDist:
         if self._apart(buffer, ranks):
             every = buffer.new_empty(len(ranks) * len(buffer))
             own_part(every, self.rank, ranks).copy_(buffer)
-
-            def add() -> None:
-                buffer.copy_(own_part(every, ranks[0], ranks))
-                for rank in ranks[1:]:  # the same bits on all of them
-                    buffer.add_(own_part(every, rank, ranks))
-
-            return self._gather_messages(every, ranks, ON_HOST, what, add)
+            return self._gather_messages(every, ranks, ON_HOST, what, partial(_add, every, buffer))
         group = self._group(buffer, ranks, SUMS, what)
         return self._begin(
             what, lambda: [dist.all_reduce(buffer, group=group, async_op=True)], buffer
@@ -403,9 +399,17 @@ class TorchDist:
             return buffer
         return torch.empty_like(buffer, device="cpu", pin_memory=True)
 
-    def _staged(self, buffer: torch.Tensor) -> torch.Tensor:
-        host = self._host(buffer)
-        return host if host is buffer else host.copy_(buffer)
+
+def _filled(host: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    return host if host is buffer else host.copy_(buffer)
+
+
+def _add(every: torch.Tensor, buffer: torch.Tensor) -> None:
+    """The sum of all parts, in one order everywhere."""
+    first, *others = every.view(-1, len(buffer))
+    buffer.copy_(first)
+    for other in others:
+        buffer.add_(other)
 
 
 def _finish(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Any) -> None:
