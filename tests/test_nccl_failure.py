@@ -6,11 +6,14 @@ the other only the heartbeat is real."""
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +22,10 @@ import pytest
 import torch
 
 from gems.errors import PeerError
-from gems.transport import torch_distributed
-from gems.transport.board import ENDED, FAILED, FolderBoard
+from gems.transport import heartbeat, torch_distributed
+from gems.transport.board import CLOSED, ENDED, FAILED, FolderBoard, own_sign
 from gems.transport.heartbeat import Heartbeat
+from gems.transport.sockets import hung_up, open_sockets
 from gems.transport.torch_distributed import TorchDist
 from tests.fake_nccl import Fabric, patched
 from tests.worlds import fork
@@ -44,10 +48,10 @@ def waits(folder: Path, how: str) -> None:
     sys.stderr = (folder / "stderr").open("w")
     fabric = Fabric(2, alone=True, deaf=how == "for ever")
     fabric.here.rank = 0
-    heartbeat = Heartbeat(FolderBoard(folder, 0, 2), 0, 2, 2.0, "the folder")
-    heartbeat.attend(LIMIT)
+    beating = Heartbeat(FolderBoard(folder, 0, 2), 0, 2, 2.0, "the folder")
+    beating.attend(LIMIT)
     with patched(fabric), mock.patch.object(torch_distributed, "COMING_BACK", 1.0):
-        transport = TorchDist(2.0, heartbeat=heartbeat)
+        transport = TorchDist(2.0, heartbeat=beating)
         known = transport.communicators
         known.groups[0, 1] = known._make((0, 1))
         work: Any = transport.all_reduce(torch.zeros(4), (0, 1))
@@ -66,13 +70,13 @@ def waits(folder: Path, how: str) -> None:
 
 def ends(folder: Path, how: str) -> None:
     """Rank 1."""
-    heartbeat = Heartbeat(FolderBoard(folder, 1, 2), 1, 2, LIMIT, "the folder")
+    beating = Heartbeat(FolderBoard(folder, 1, 2), 1, 2, LIMIT, "the folder")
     while not (folder / WAITING).exists():
         time.sleep(0.02)
     if how == "fails":
-        heartbeat.tell(FAILED, "ValueError: no such label")
+        beating.tell(FAILED, "ValueError: no such label")
     elif how == "ends":
-        heartbeat.end(ENDED, "KeyError: 'x'")
+        beating.end(ENDED, "KeyError: 'x'")
     else:
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     time.sleep(LIMIT)
@@ -110,3 +114,35 @@ def test_a_host_that_waits_for_a_gpu_learns_that_a_rank_has_ended(
     expected, cause = CASES[case]
     assert code == expected, said or "still waits"
     assert re.search(cause, said), said
+
+
+# --- on another node ------------------------------------------------------------------------------
+
+
+def test_a_connection_that_closes_is_seen() -> None:
+    before = open_sockets().items()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = socket.create_connection(server.getsockname())
+        opened = dict(open_sockets().items() - before)
+        del opened[server.fileno()]
+        other, _ = server.accept()
+        assert not hung_up(opened)
+        other.close()
+        assert hung_up(opened)
+        own.close()  # as gloo does, once it has noticed
+        assert hung_up(opened)
+
+
+def test_a_silent_rank_is_lost_sooner_once_a_connection_has_closed(tmp_path: Path) -> None:
+    """A rank that was killed on another node: nobody here can look for its process."""
+    lost = queue.Queue[PeerError]()
+    with mock.patch.object(heartbeat, "HUNG_UP", 1.5):
+        mine = Heartbeat(FolderBoard(tmp_path, 0, 2), 0, 2, 600.0, "the folder")
+        mine.interval = 0.2
+        theirs = replace(own_sign(), where="another node")
+        FolderBoard(tmp_path, 1, 2).write(theirs.text())
+        mine.attend(LIMIT)
+        mine.on_loss(lost.put, lambda: True)
+        said = str(lost.get(timeout=LIMIT))
+        mine.end(CLOSED)
+    assert "rank 1" in said and "no sign of life for 1.5 seconds" in said

@@ -165,6 +165,7 @@ class DistributedModel:
         try:
             with torch.no_grad():
                 self.handshake.batch("predict", inputs, None, self._begin_prediction)
+                self.part.connect_stages(self.state.partitions.values())
                 self.measured = self._run_prediction()
                 return collect(self.state, self.plan, self.transport)
         finally:

@@ -96,7 +96,6 @@ class Handshake:
             agree_on_failure(self.transport, call, error)
             raise
         agree(self.transport, claim)
-        session.part.connect_stages(session.state.partitions.values())
         return batch
 
     def claim(self, call: str, batch: Batch, given: Any, mode: int) -> Claim:
