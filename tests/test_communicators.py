@@ -92,7 +92,7 @@ FAMILIES: dict[str, tuple[Plan, list[int], list[int]]] = {
     "2x2 gems": (
         Plan(stages=2, schedule="gems", replications=1, spatial=["2x2"]),
         [11, 7, 7, 7, 11],
-        [28, 34, 34, 34, 28],
+        [26, 33, 33, 33, 26],
     ),
     "2x2 to 2x2": (
         Plan(stages=2, micro_batches=2, schedule="1f1b", spatial=["2x2", "2x2"]),
