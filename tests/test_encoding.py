@@ -32,6 +32,7 @@ from gems.transport import encoding
 from gems.transport.encoding import Malformed, pack, unpack
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
+from gems.transport.torch_distributed import gathered
 from tests.exact import batches
 from tests.worlds import spawn
 
@@ -222,7 +223,7 @@ def attacked(transport: Any, folder: str) -> Any:
     """Rank 1 is not a rank of ours: it sends a pickle as torch's all_gather_object would."""
     trap = Path(folder) / f"ran-on-{transport.rank}"
     if transport.rank == 1:
-        transport._gathered(pickle.dumps(Trap(trap)))
+        gathered(pickle.dumps(Trap(trap)), transport.world, transport.communicators.host)
         return None
     try:
         transport.all_gather_object("hello")

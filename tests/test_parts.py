@@ -14,7 +14,7 @@ from gems.errors import PlanError
 from gems.plans.plan import Plan
 from gems.predict.memory_trace import live
 from gems.schedule.action import Kind
-from gems.torch.spatial.group import CHANNEL, SpatialGroup
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partitioned_activations import PartitionedActivations
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -105,7 +105,6 @@ def test_p_a_goes_to_the_host_as_well() -> None:
 def test_parts_are_put_together_with_the_strides_they_had() -> None:
     def work(transport: Transport) -> None:
         ranks = tuple(range(transport.world))
-        transport.prepare([], [(a, b, CHANNEL) for a in ranks for b in ranks if a != b])
         group = SpatialGroup((transport.world,), ranks, transport.rank, transport)
         sharding = PartitionedActivations(group)
         x = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from gems.errors import GemsError, PeerError
-from gems.transport import private
-from gems.transport import torch_distributed as torchdist
+from gems.transport import communicators, private
 from gems.transport.private import Folder, create, meet, validate
 from gems.transport.protocol import Transport
 from gems.transport.sockets import open_sockets, strangers
+from gems.transport.torch_distributed import TorchDist
 from tests.test_cli import SMALL
 from tests.worlds import spawn
 
@@ -131,10 +131,10 @@ def test_a_process_of_another_user_at_the_other_end_is_seen() -> None:
 
 
 def invaded(transport: Transport) -> str:
-    torchdist.strangers = lambda opened: {4711} if opened else set()  # type: ignore[assignment]
+    communicators.strangers = lambda opened: {4711} if opened else set()  # type: ignore[assignment]
     with pytest.raises(PeerError) as caught:
-        transport.prepare([(0, 1)], [(0, 1, 0)])
-        torchdist.TorchDist()
+        transport.prepare([(0, 1)], [(0, 1)])
+        TorchDist()
     return str(caught.value)
 
 

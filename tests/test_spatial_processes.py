@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from gems import models
 from gems.plans.plan import Plan
-from gems.torch.spatial.group import CHANNEL
 from gems.transport.protocol import Transport
 from tests.exact import alone, assert_equal, batches, join, plainly, trained
 from tests.test_loud import LOST, Run, assert_said, run  # noqa: F401 - a fixture
@@ -143,8 +142,6 @@ GRIDS: dict[int, list[tuple[int, ...]]] = {
 
 def generated_rank(transport: Transport, numbers: range) -> None:
     """The networks of test_spatial_generated.py, each process comparing what all of them found."""
-    everyone = range(transport.world)
-    transport.prepare([], [(a, b, CHANNEL) for a in everyone for b in everyone if a != b])
     for number in numbers:
         plain = generated(number)
         shape = tuple(plain.inputs[0].shape)

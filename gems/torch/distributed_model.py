@@ -153,6 +153,7 @@ class DistributedModel:
         if self.on_disk:
             trim()
         self.runner.programs.remember(sample, found.traced)
+        self.part.connect_stages(self.runner.programs.recordings.values())
         self.part.reject_nothing_partitioned()
         self.gpu.begin(reserved(self.plan, self.machine))
 
@@ -170,6 +171,7 @@ class DistributedModel:
         try:
             with torch.no_grad():
                 self.handshake.batch("predict", inputs, None, self._begin_prediction)
+                self.part.connect_stages(self.state.partitions.values())
                 self.measured = self._run_prediction()
                 return collect(self.state, self.plan, self.transport)
         finally:

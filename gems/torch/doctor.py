@@ -190,7 +190,7 @@ def messages(world: int, **options: Any) -> Check:
     transport, device = connect(options.get("backend"), device=options.get("device"))
     everyone = tuple(range(world))
     pairs = sorted({tuple(sorted((rank, (rank + 1) % world))) for rank in everyone})
-    links = [(a, b, 0) for x, y in pairs for a, b in ((x, y), (y, x))]
+    links = [link for x, y in pairs for link in ((x, y), (y, x))]
     start = perf_counter()
     transport.prepare([everyone], links)
     seen = [f"links set up in {seconds(perf_counter() - start)}"]

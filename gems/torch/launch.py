@@ -20,6 +20,7 @@ from gems.torch import cuda_device
 from gems.torch.device_choice import Asked, alone, asked, decide, reject_shared, used
 from gems.torch.launchers import Place, place
 from gems.transport.board import FAILED, LOST, Board, FolderBoard, StoreBoard
+from gems.transport.communicators import bound, setting_up
 from gems.transport.heartbeat import Heartbeat
 from gems.transport.private import VARIABLE, Folder, meet
 from gems.transport.protocol import Transport
@@ -30,7 +31,6 @@ from gems.transport.torch_distributed import (
     default_heartbeat,
     first_line,
     next_name,
-    setting_up,
 )
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,12 @@ def _meet(
     try:
         backend, device = _chosen(store, at, mine)
         dist.init_process_group(
-            backend, store=store, rank=at.rank, world_size=at.world, timeout=setting_up(timeout)
+            backend,
+            store=store,
+            rank=at.rank,
+            world_size=at.world,
+            timeout=setting_up(timeout),
+            **bound(backend),
         )
     except GemsError as error:
         heartbeat.end(FAILED, str(error))

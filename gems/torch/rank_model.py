@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,19 +12,22 @@ from gems.errors import PlanError
 from gems.schedule.action import Kind
 from gems.schedule.lower.passes import forward_only
 from gems.torch.offload.stores import Store, make_store
+from gems.torch.runtime.links import links_between_stages
 from gems.torch.runtime.loss_parameters import Leaves, parameters_of, place, with_loss
 from gems.torch.runtime.microbatch_loss import Loss, MicrobatchLoss
+from gems.torch.runtime.partitioned_model import PartitionedModel
 from gems.torch.runtime.regularizer import Penalty, Regularizer
 from gems.torch.runtime.sampleless_buffers import free_buffers
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.setup import Setup, Surroundings
-from gems.torch.spatial.group import CHANNEL
+from gems.torch.spatial.group import neighbours
 from gems.torch.state.deferred_init import DeferredInit, Initialize, place_weights
 from gems.torch.state.full_state_dict import named_weights
 from gems.torch.state.ownership import extra_state_owners, ownership, reject_unordered, unordered
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.state.replicate import replicate
+from gems.transport.protocol import Link
 
 
 class RankModel:
@@ -50,6 +54,7 @@ class RankModel:
         self.transport, self.rank = where.transport, where.transport.rank
         self.offload_folder = offload_folder
         self.stores: list[Store] = []
+        self.links: set[Link] = set()  # that are set up
         traced, plan = found.traced, found.plan
         self.leaves = traced.record.leaves
         self.owned = ownership(traced.graph, found.stage_of, plan)
@@ -87,9 +92,9 @@ class RankModel:
     # --- the other ranks ------------------------------------------------------------------------
 
     def connect(self, regularizer: Regularizer | None) -> None:
-        """Set up links and groups, replicate initial weights, make the runner. All ranks call it,
+        """Set up groups, replicate initial weights, make the runner. All ranks call it,
         once they know that they have the same."""
-        self._prepare_links()
+        self._prepare_groups()
         everything = named_weights(self.model) | self.loss_weights
         groups = self.owned.replica_groups.items()
         replicate(
@@ -100,22 +105,50 @@ class RankModel:
             p.grad = None
         self.runner = self._make_runner(self.deferred, regularizer)
 
-    def _prepare_links(self) -> None:
+    def _prepare_groups(self) -> None:
+        """For sums of gradients, and for exchanges inside of tiled stages."""
         plan = self.plan
-        links = {
-            (rank, other, 0)
-            for schedule, numbered in ((self.schedule, plan.unrolled), (self.predicting, plan))
+        exchanges = {
+            tuple(sorted(ranks)): neighbours(plan.grids[stage].shape, ranks)
+            for row in plan.spatial_groups
+            for stage, ranks in enumerate(row)
+            if len(ranks) > 1
+        }
+        groups = set(plan.replica_groups) | {
+            self.owned.replica_groups[name] for name in self.owned.tied()
+        }
+        links = self._all_links() if plan.asynchronous else set()
+        self.transport.prepare(sorted(groups), sorted(links), exchanges)
+
+    def _all_links(self) -> set[Link]:
+        """With schedule "2bw" each rank tells all ranks of the next stage what it is about to do,
+        also those that need nothing else of it."""
+        return {
+            (rank, other)
+            for schedule, numbered in (
+                (self.schedule, self.plan.unrolled),
+                (self.predicting, self.plan),
+            )
             for rank, a in schedule
             if a.way == ">"
             for other in numbered.spatial_group_for(a.peer, a.micro_batch)
             if other != rank
         }
-        spatial = {group for row in plan.spatial_groups for group in row}
-        links |= {(a, b, CHANNEL) for group in spatial for a in group for b in group if a != b}
-        groups = set(plan.replica_groups) | {
-            self.owned.replica_groups[name] for name in self.owned.tied()
-        }
-        self.transport.prepare(sorted(groups), sorted(links))
+
+    def connect_stages(self, partitions: Iterable[PartitionedModel]) -> None:
+        """Set up the links of the ranks that send each other messages if the model is partitioned
+        like this. All ranks call it, once they know that they have the same."""
+        if self.plan.asynchronous:
+            return
+        new: set[Link] = set()
+        for partitioned in partitions:
+            if partitioned.links is None:
+                schedules = (self.schedule, self.predicting)
+                partitioned.links = links_between_stages(partitioned, self.plan, schedules)
+            new |= partitioned.links - self.links
+        if new:
+            self.transport.prepare([], sorted(new))
+            self.links |= new
 
     def _make_runner(self, deferred: DeferredInit, regularizer: Regularizer | None) -> StageRunner:
         plan, actions = self.plan, self.schedule.ranks[self.rank]

@@ -170,6 +170,7 @@ class Session(DistributedModel):
             before.save_buffers(changed_buffers(self.state, self.weights))
 
         batch = self.handshake.batch("step", inputs, targets, begin)
+        self.part.connect_stages(self.state.partitions.values())
         for own in self.optimizers:
             own.begin()
         return batch

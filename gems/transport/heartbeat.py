@@ -9,6 +9,11 @@ Across nodes it does not: then `timeout` must be longer than the longest such ca
 
 A second thread looks at what the first has read, because the first may wait for ever where the
 place of the lines is a store whose process is stopped.
+
+[Note: how soon a lost rank is noticed] One that fails, or ends by an error, writes it down; one
+that is killed on this node is missed within two beats. On another node the system closes the
+connections of a killed process: then a rank is lost that gives no sign for HUNG_UP seconds. What is
+left is a rank that is stopped, and a node that is gone: `timeout`.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from gems.transport.board import (
 
 BEATS = 6  # per timeout
 SLOWEST = 5.0  # seconds between two
+HUNG_UP = 12.0  # seconds without a sign of life, once a connection has closed
 WORDS = 600  # characters of why a rank ended
 AGAIN = "start again from a checkpoint"
 
@@ -60,6 +66,8 @@ class Heartbeat:
         self.heard = [self.read_at] * world
         self.problem: PeerError | None = None
         self.lost: Callable[[PeerError], None] = lambda error: None
+        self.hung_up: Callable[[], bool] = lambda: False
+        self.limit = timeout
         self.threads = [
             threading.Thread(target=work, name=f"gems-{work.__name__.strip('_')}", daemon=True)
             for work in (self._exchange, self._watch)
@@ -67,10 +75,13 @@ class Heartbeat:
         for thread in self.threads:
             thread.start()
 
-    def on_loss(self, lost: Callable[[PeerError], None]) -> None:
-        """Call this when a rank is lost; at once if one is already."""
+    def on_loss(
+        self, lost: Callable[[PeerError], None], hung_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Call this when a rank is lost; at once if one is already. `hung_up` tells whether another
+        rank has closed a connection."""
         with self.changed:
-            self.lost = lost
+            self.lost, self.hung_up = lost, hung_up
             problem = self.problem
         if problem is not None:
             lost(problem)
@@ -173,10 +184,13 @@ class Heartbeat:
             if sign.state == WORKING and is_gone(sign, self.own):
                 return f"rank {rank} (process {sign.pid} on {sign.host}) was killed or has crashed"
         for rank, sign in others:
+            if sign.state == ENDED and sign.why:
+                return f"rank {rank} has ended: {sign.why}"
+        for rank, sign in others:
             if sign.state == CLOSED:
                 return f"rank {rank} has closed its trainer, and the others still need it"
             if sign.state == ENDED:
-                return f"rank {rank} has ended{sign.why and ': '}{sign.why}"
+                return f"rank {rank} has ended"
         return next((sign.why for _, sign in others if sign.state == LOST), None)
 
     def _watch(self) -> None:
@@ -195,12 +209,14 @@ class Heartbeat:
 
     def _found(self, now: float) -> PeerError | None:
         others = [sign for rank, sign in enumerate(self.signs) if sign and rank != self.rank]
-        if any(sign.state in (FAILED, LOST) for sign in others) and (why := self._ended()):
+        if any(map(self._is_lost, others)) and (why := self._ended()):
             return _because(why, f"rank {self.rank} stops: {why}. Look at its output, then {AGAIN}")
-        if now - self.read_at > self.timeout:
+        if all(sign.state == WORKING for sign in others) and self.hung_up():
+            self.limit = min(self.timeout, HUNG_UP)  # [Note: how soon a lost rank is noticed]
+        if now - self.read_at > self.limit:
             why = f" ({self.trouble})" if self.trouble else ""
             return PeerError(
-                f"rank {self.rank} has learnt nothing of the other ranks for {self.timeout:g} "
+                f"rank {self.rank} has learnt nothing of the other ranks for {self.limit:g} "
                 f"seconds: {self.place} does not answer{why}. See whether it was stopped, or its "
                 f"node is gone, then {AGAIN}"
             )
@@ -212,6 +228,11 @@ class Heartbeat:
                 "call that holds Python's lock, raise timeout",
             )
         return None
+
+    def _is_lost(self, sign: Sign) -> bool:
+        if sign.state == WORKING:
+            return is_gone(sign, self.own)
+        return sign.state in (FAILED, LOST) or (sign.state == ENDED and bool(sign.why))
 
     def _silent(self) -> list[int]:
         """Ranks at work that have given no sign for too long."""
@@ -229,7 +250,7 @@ class Heartbeat:
             if ticks is not None and ticks > self.worked.setdefault(rank, ticks):
                 self.worked[rank], self.heard[rank] = ticks, self.read_at
                 return False
-        return since > self.timeout
+        return since > self.limit
 
     def _silence(self, ranks: list[int]) -> str:
         named = []
@@ -237,7 +258,7 @@ class Heartbeat:
             sign = self.signs[rank]
             named.append(f"rank {rank}" + (f" (process {sign.pid} on {sign.host})" if sign else ""))
         listed = " and ".join(named)
-        return f"{listed} {_have(ranks)} given no sign of life for {self.timeout:g} seconds"
+        return f"{listed} {_have(ranks)} given no sign of life for {self.limit:g} seconds"
 
 
 def _because(cause: str, message: str) -> PeerError:

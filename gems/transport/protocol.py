@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-Link = tuple[int, int, int]  # source, target, channel
+Link = tuple[int, int]  # source, target
+Exchanges = Mapping[tuple[int, ...], Sequence[Link]]  # ranks -> those of them that are neighbours
+Parts = Sequence[tuple[Any, int]]  # buffers, each with the rank that it goes to or comes from
+SUMS, EXCHANGES = 0, 1  # channels of a group's collectives
 
 
 class Work(Protocol):
@@ -20,20 +23,33 @@ class Transport(Protocol):
     """Moves flat buffers between ranks. A buffer belongs to the transport until `wait`.
 
     Messages from one rank to another arrive in the order in which they were sent, and must be
-    asked for in that order, on each channel by itself: a link is (source, target, channel). Sums
-    over the same ranks must be issued in the same order by all.
+    asked for in that order. Operations of a group of ranks must be issued in the same order by all
+    of them, on each channel by itself: sums and gathers of weights and gradients are on one, and
+    all that the ranks of a spatial group do inside of a stage is on the other.
     """
 
     rank: int
     world: int
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
-        """Set up what will be used; all ranks call it with the same arguments."""
+    def prepare(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[Link],
+        exchanges: Exchanges | None = None,
+    ) -> None:
+        """Set up what will be used, beside what was set up before; all ranks call it with the same
+        arguments. Ranks of groups are in ascending order."""
         ...
 
-    def isend(self, buffer: Any, target: int, channel: int = 0) -> Work: ...
+    def isend(self, buffer: Any, target: int) -> Work: ...
 
-    def irecv(self, buffer: Any, source: int, channel: int = 0) -> Work: ...
+    def irecv(self, buffer: Any, source: int) -> Work: ...
+
+    def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
+        """Send and receive between some of `ranks`, at most one buffer per pair and direction, as
+        one operation on the channel of exchanges. A rank that has nothing to do may leave it out.
+        """
+        ...
 
     def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         """Sum `buffer` over `ranks`, in place, the same bits on all of them."""
@@ -44,7 +60,7 @@ class Transport(Protocol):
         part of the sum, in its place; the other parts are nobody's business after that."""
         ...
 
-    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...], channel: int = SUMS) -> Work:
         """Fill `buffer`, whose length is a multiple of the ranks', with each one's own part."""
         ...
 
@@ -73,3 +89,14 @@ class Done:
 
     def wait(self) -> None:
         return None
+
+
+class AllOf:
+    """A handle of several operations."""
+
+    def __init__(self, handles: Iterable[Work]) -> None:
+        self.handles = list(handles)
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()

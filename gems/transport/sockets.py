@@ -4,6 +4,7 @@ belongs to a library."""
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,22 @@ def hang_up(sockets: dict[int, str]) -> None:
     """End these connections, for both sides; the descriptors stay with whoever has them."""
     for connection in _connections(sockets):
         _shut(connection)
+
+
+def hung_up(sockets: dict[int, str]) -> bool:
+    """Whether one of these connections has ended: the other end has closed it, and perhaps this one
+    as well since. (Linux; elsewhere not known.)"""
+    closed = getattr(select, "POLLRDHUP", 0)
+    if not closed:
+        return False
+    seen = 0
+    for connection in _connections(sockets):
+        poll = select.poll()
+        poll.register(connection, closed)
+        if any(events & closed for _, events in poll.poll(0)):
+            return True
+        seen += 1
+    return seen < len(sockets)
 
 
 def strangers(sockets: dict[int, str]) -> set[int]:

@@ -12,9 +12,20 @@ from typing import Any
 
 from gems.errors import GemsError, PeerError
 from gems.transport.encoding import pack, unpack_all
-from gems.transport.protocol import Done, Link, Work, own_part
+from gems.transport.protocol import (
+    EXCHANGES,
+    SUMS,
+    AllOf,
+    Done,
+    Exchanges,
+    Link,
+    Parts,
+    Work,
+    own_part,
+)
 
 Finish = Callable[[list[Any]], Any]
+Box = tuple[int, int, int]  # source, target, channel
 
 
 class World:
@@ -23,9 +34,9 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.mail: dict[Link, deque[Any]] = defaultdict(deque)
-        self.posted: dict[Link, int] = defaultdict(int)
-        self.taken: dict[Link, int] = defaultdict(int)
+        self.mail: dict[Box, deque[Any]] = defaultdict(deque)
+        self.posted: dict[Box, int] = defaultdict(int)
+        self.taken: dict[Box, int] = defaultdict(int)
         self.collectives: dict[Any, dict[int, Any]] = {}  # that some rank has not joined yet
         self.failed: tuple[int, BaseException] | None = None
         self.closed: set[int] = set()
@@ -55,8 +66,8 @@ class World:
 class _Arrival:
     """A posted receive. Receives of one link are served in the order in which they were posted."""
 
-    def __init__(self, local: Local, buffer: Any, source: int, channel: int) -> None:
-        self.local, self.buffer, self.link = local, buffer, (source, local.rank, channel)
+    def __init__(self, local: Local, buffer: Any, box: Box) -> None:
+        self.local, self.buffer, self.link = local, buffer, box
         with local.shared.changed:
             self.turn = local.shared.posted[self.link]
             local.shared.posted[self.link] += 1
@@ -138,17 +149,31 @@ class Local:
         self.shared, self.rank, self.world = shared, rank, shared.size
         self.joined: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
+    def prepare(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[Link],
+        exchanges: Exchanges | None = None,
+    ) -> None:
         return None
 
-    def isend(self, buffer: Any, target: int, channel: int = 0) -> Work:
-        with self.shared.changed:
-            self.shared.mail[self.rank, target, channel].append(buffer.clone())
-            self.shared.changed.notify_all()
+    def isend(self, buffer: Any, target: int) -> Work:
+        self._post(buffer, (self.rank, target, SUMS))
         return Done()
 
-    def irecv(self, buffer: Any, source: int, channel: int = 0) -> Work:
-        return _Arrival(self, buffer, source, channel)
+    def _post(self, buffer: Any, box: Box) -> None:
+        with self.shared.changed:
+            self.shared.mail[box].append(buffer.clone())
+            self.shared.changed.notify_all()
+
+    def irecv(self, buffer: Any, source: int) -> Work:
+        return _Arrival(self, buffer, (source, self.rank, SUMS))
+
+    def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
+        for buffer, target in sends:
+            self._post(buffer, (self.rank, target, EXCHANGES))
+        boxes = [(buffer, (source, self.rank, EXCHANGES)) for buffer, source in receives]
+        return AllOf([_Arrival(self, buffer, box) for buffer, box in boxes])
 
     def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
@@ -165,7 +190,7 @@ class Local:
 
         return _Collective(self, ranks, buffer.clone(), finish)
 
-    def all_gather(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
+    def all_gather(self, buffer: Any, ranks: tuple[int, ...], channel: int = SUMS) -> Work:
         if len(ranks) < 2:
             return Done()
 
@@ -173,7 +198,8 @@ class Local:
             for rank, part in zip(ranks, parts, strict=True):
                 own_part(buffer, rank, ranks).copy_(part)
 
-        return _Collective(self, ranks, own_part(buffer, self.rank, ranks).clone(), finish)
+        mine = own_part(buffer, self.rank, ranks).clone()
+        return _Collective(self, ranks, mine, finish, f"channel {channel}")
 
     def broadcast(self, buffer: Any, source: int) -> None:
         parts = self._gather(buffer.clone() if self.rank == source else None)

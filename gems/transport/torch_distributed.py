@@ -1,8 +1,7 @@
 """Ranks as processes, over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-gloo pairs messages by tag, so both ends of a link count its messages. NCCL pairs them by order,
-per communicator; each direction of a link gets a communicator, hence a stream, of its own, so that
-a receive that waits never stands in front of a send. (NCCL was never run where this was written.)
+Which process group carries what is in gems.transport.communicators. gloo pairs messages by tag, so
+both ends of a link count its messages. (NCCL was never run where this was written.)
 
 [Note: how a failure spreads] gloo ends what waits for a peer as soon as the connection to that peer
 closes. It has no way to close one early, and a process that ends waits for its own sums first: two
@@ -13,6 +12,12 @@ milliseconds, and does the same. Before it hangs up, a rank writes why on the bo
 read (gems.transport.heartbeat), so that each of them can name the first cause. A rank that is
 stopped hangs up on nobody: there the heartbeat's thread notices, and shuts down ours.
 
+NCCL has no connection that closes for a host that waits: a kernel waits on the GPU, and the host
+for the kernel. There the heartbeat's thread is the one that notices, in every case: it tells the
+others, and aborts our communicators, so that the kernels end and the host comes back, to find that
+the next operation raises. A host that does not come back in time (an abort may block, too) is ended
+with the process, after its cause was written to stderr.
+
 Operations have no time limit of their own: how long a rank may take is between it and its user, as
 long as it gives signs of life. (NCCL keeps one, because a GPU gives no such signs.)
 """
@@ -20,7 +25,6 @@ long as it gives signs of life. (NCCL keeps one, because a GPU gives no such sig
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
 import re
@@ -28,34 +32,36 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gems.errors import PeerError
+from gems.transport import communicators
 from gems.transport.board import CLOSED, ENDED, FAILED, LOST, StoreBoard
+from gems.transport.communicators import Communicators, listed
 from gems.transport.encoding import MOST, pack, unpack_all
 from gems.transport.heartbeat import AGAIN, Heartbeat
-from gems.transport.protocol import Done, Link, Work, own_part
-from gems.transport.sockets import hang_up, open_sockets, strangers
+from gems.transport.protocol import (
+    EXCHANGES,
+    SUMS,
+    Done,
+    Exchanges,
+    Link,
+    Parts,
+    Work,
+    own_part,
+)
+from gems.transport.sockets import hang_up, hung_up
 
-# As torch calls them since 2.13, or did before.
-GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 TAGS = 1 << 20  # per channel
+ON_HOST = 2  # a channel of messages
 TIMEOUT = 60.0  # seconds without a sign of life
-SETTING_UP = 30.0  # seconds, at least, that ranks get to set up a group once all have come
-FOREVER = timedelta(days=30)
-NCCL = timedelta(minutes=30)
+COMING_BACK = 6.0  # seconds for a host that waits for a GPU, once a rank is lost
 SAME = "All ranks must be given the same model, sample and plan"
-OnLoss = Callable[[str, BaseException], PeerError]
 _numbers = itertools.count()
-
-
-def setting_up(timeout: float) -> timedelta:
-    return timedelta(seconds=max(timeout, SETTING_UP))
 
 
 def next_name() -> str:
@@ -75,19 +81,24 @@ def default_heartbeat(timeout: float) -> Heartbeat | None:
 
 
 class _Work:
-    """A torch handle, with an error that names the peer, and what to do once it is through."""
+    """Handles of torch, with an error that names the peer, and what to do once they are through."""
 
-    def __init__(self, work: Any, what: str, lost: OnLoss, keep: Any, after: Any = None) -> None:
-        self.work, self.what, self.lost, self.keep, self.after = work, what, lost, keep, after
+    def __init__(
+        self, transport: TorchDist, works: Sequence[Any], what: str, keep: Any, after: Any = None
+    ) -> None:
+        self.transport, self.works, self.what = transport, works, what
+        self.keep, self.after = keep, after
 
     def wait(self) -> None:
-        if self.work is None:
+        if not self.works:
             return
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:
-            raise self.lost(self.what, error) from error
-        self.work = None
+            raise self.transport._lost(self.what, error) from error
+        self.transport.raise_failed(self.what)
+        self.works = ()
         if self.after is not None:
             self.after()
         self.keep = self.after = None
@@ -111,145 +122,182 @@ class TorchDist:
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.backend = backend or dist.get_backend()
-        self.timeout = timeout
         self.leave = leave
         self.failed: BaseException | None = None
+        self.noticed = threading.Event()  # by whoever uses this transport
         self.closed = False
         self.failing = threading.Lock()
         self.heartbeat = heartbeat or default_heartbeat(timeout)
-        self.pid = os.getpid()
+        self.pid, self.thread = os.getpid(), threading.current_thread()
         atexit.register(self._at_exit)
-        self.connections: dict[int, str] = {}  # of our groups
-        self.counts: dict[Link, int] = defaultdict(int)
+        self.counts: dict[tuple[int, int, int], int] = defaultdict(int)  # messages
         self.everyone = tuple(range(self.world))
-        self.groups: dict[tuple[int, ...], Any] = {}
-        self.links: dict[Link, Any] = {}
-        self.groups[self.everyone] = self._group(self.everyone)
-        # Small things (losses, shapes, names) never touch the device.
-        gloo = self.backend == "gloo"
-        self.host = self.groups[self.everyone] if gloo else self._group(self.everyone, "gloo")
+        self.communicators = Communicators(self.rank, self.world, self.backend, timeout, self._lost)
+        self._set_up(self.communicators.open)
         if self.heartbeat is not None:
-            self.heartbeat.on_loss(self.fail)
+            connections = self.communicators.connections
+            self.heartbeat.on_loss(self._lose, lambda: hung_up(dict(connections)))
 
-    def _group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
-        """A new group, and a note of the connections it opened."""
-        before = open_sockets().items()
+    def _set_up(self, make: Callable[..., None], *args: Any) -> None:
         try:
-            wait, backend = setting_up(self.timeout), backend or self.backend
-            group = dist.new_group(list(ranks), timeout=wait, backend=backend)
-        except RuntimeError as error:
-            raise self._lost(
-                f"rank {self.rank} in rendezvous with ranks {_listed(ranks)}", error
-            ) from error
-        if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
-            limit = NCCL if backend == "nccl" else FOREVER
-            dist.distributed_c10d._set_pg_timeout(limit, group)
-        opened = dict(open_sockets().items() - before)
-        self.connections |= opened
-        if users := strangers(opened):
-            self.fail(
-                error := PeerError(
-                    f"rank {self.rank} was to be connected to ranks {_listed(ranks)}, but a "
-                    f"process of user {min(users)} is at the other end of a connection, and this "
-                    f"run is user {os.geteuid()}'s. Somebody else on this node may want to get in"
-                )
-            )
-            raise error
-        return group
+            make(*args)
+        except PeerError as error:
+            self.fail(error)
+            raise
 
-    def prepare(self, groups: Sequence[tuple[int, ...]], links: Sequence[Link]) -> None:
+    def prepare(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[Link],
+        exchanges: Exchanges | None = None,
+    ) -> None:
         # A new group waits for its members without noticing that one died, or failed and is
         # elsewhere: first see that all have come here, to prepare the same.
-        mine = (tuple(groups), tuple(links))
+        mine = (tuple(groups), tuple(links), {k: tuple(v) for k, v in (exchanges or {}).items()})
         for rank, theirs in enumerate(self.all_gather_object(mine)):
             if theirs != mine:
                 why = theirs if isinstance(theirs, str) else "came to another plan"
                 self.fail(error := PeerError(f"rank {rank} {why}. {SAME}"))
                 raise error
-        for ranks in sorted(set(groups)):
-            if ranks not in self.groups and len(ranks) > 1:
-                self.groups[ranks] = self._group(ranks)
-        if self.backend == "nccl":
-            for link in sorted(set(links)):
-                if link not in self.links:
-                    self.links[link] = self._group(sorted(link[:2]))
+        self._set_up(self.communicators.prepare, *mine)
 
-    def isend(self, buffer: torch.Tensor, target: int, channel: int = 0) -> Work:
-        link = (self.rank, target, channel)
-        group, tag = self._link(link)
-        host = self._host(buffer)
-        if host is not buffer:
-            host.copy_(buffer)
+    # --- messages ---------------------------------------------------------------------------------
+
+    def isend(self, buffer: torch.Tensor, target: int) -> Work:
         what = f"sending from rank {self.rank} to rank {target}"
+        return self._messages([(buffer, target)], [], SUMS, what)
+
+    def irecv(self, buffer: torch.Tensor, source: int) -> Work:
+        what = f"receiving on rank {self.rank} from rank {source}"
+        return self._messages([], [(buffer, source)], SUMS, what)
+
+    def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
+        what = f"exchanging on rank {self.rank} with ranks {listed(ranks)}"
+        if not sends and not receives:
+            return Done()
+        if self.backend != "nccl":
+            return self._messages(sends, receives, EXCHANGES, what)
+        group = self.communicators.find(self.communicators.exchanges, ranks, what)
+        keep = (sends, receives)
+        return self._begin(what, lambda: communicators.batch(sends, receives, group), keep)
+
+    def _messages(
+        self, sends: Parts, receives: Parts, channel: int, what: str, after: Any = None
+    ) -> Work:
+        """Each by itself; gloo runs them side by side."""
+        arriving = [(self._host(buffer), buffer, source) for buffer, source in receives]
+        leaving = [(_filled(self._host(x), x), target) for x, target in sends]
+
+        def work() -> list[Any]:
+            found = [
+                dist.irecv(x, source, **self._link((source, self.rank), channel, what))
+                for x, _, source in arriving
+            ]
+            return found + [
+                dist.isend(x, target, **self._link((self.rank, target), channel, what))
+                for x, target in leaving
+            ]
+
+        copies = [(host, buffer) for host, buffer, _ in arriving if host is not buffer]
+        if copies or after is not None:
+            after = partial(_finish, copies, after)
+        return self._begin(what, work, (arriving, leaving), after)
+
+    def _link(self, link: Link, channel: int, what: str) -> dict[str, Any]:
+        """The group and the tag of the next message of a link."""
+        found = self.communicators
+        self.counts[(*link, channel)] += 1
+        tag = self.counts[(*link, channel)] % TAGS + TAGS * channel
+        if channel == ON_HOST:
+            return {"group": found.host, "tag": tag}
+        if self.backend == "nccl":
+            return {"group": found.find(found.links, link, what)}
+        return {"group": found.groups[self.everyone], "tag": tag}
+
+    def _begin(
+        self, what: str, work: Callable[[], Sequence[Any]], keep: Any, after: Any = None
+    ) -> Work:
+        self.raise_failed(what)
         try:
-            return _Work(dist.isend(host, target, group=group, tag=tag), what, self._lost, host)
+            return _Work(self, work(), what, keep, after)
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
-    def irecv(self, buffer: torch.Tensor, source: int, channel: int = 0) -> Work:
-        link = (source, self.rank, channel)
-        group, tag = self._link(link)
-        host = self._host(buffer)
-        after = None if host is buffer else lambda: buffer.copy_(host, non_blocking=True)
-        what = f"receiving on rank {self.rank} from rank {source}"
-        try:
-            work = dist.irecv(host, source, group=group, tag=tag)
-            return _Work(work, what, self._lost, host, after)
-        except RuntimeError as error:
-            raise self._lost(what, error) from error
+    # --- collectives ------------------------------------------------------------------------------
 
     def all_reduce(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
-        what = f"summing on rank {self.rank} over ranks {_listed(ranks)}"
-        on_host = buffer.device.type == "cpu" and self.backend != "gloo"
-        group: Any = self.host if on_host else self.groups[ranks]
-        try:
-            work = dist.all_reduce(buffer, group=group, async_op=True)
-            return _Work(work, what, self._lost, buffer)
-        except RuntimeError as error:
-            raise self._lost(what, error) from error
+        what = f"summing on rank {self.rank} over ranks {listed(ranks)}"
+        if self._apart(buffer, ranks):
+            every = buffer.new_empty(len(ranks) * len(buffer))
+            own_part(every, self.rank, ranks).copy_(buffer)
+            return self._gather_messages(every, ranks, ON_HOST, what, partial(_add, every, buffer))
+        group = self._group(buffer, ranks, SUMS, what)
+        return self._begin(
+            what, lambda: [dist.all_reduce(buffer, group=group, async_op=True)], buffer
+        )
 
     def reduce_scatter(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         """gloo's own reduce-scatter takes longer than its all-reduce (3 ranks, 12 MB on two busy
         cores: 103 ms and 61 ms), so only NCCL's is used."""
-        if len(ranks) < 2 or self.backend != "nccl":
+        if len(ranks) < 2 or self.backend != "nccl" or communicators.on_host(buffer):
             return self.all_reduce(buffer, ranks)
-        what = f"summing shares on rank {self.rank} over ranks {_listed(ranks)}"
+        what = f"summing shares on rank {self.rank} over ranks {listed(ranks)}"
         part = own_part(buffer, self.rank, ranks)
-        return self._collective(what, SCATTER, part, buffer, ranks)
+        group = self._group(buffer, ranks, SUMS, what)
+        return self._begin(
+            what, lambda: [_scatter()(part, buffer, group=group, async_op=True)], buffer
+        )
 
-    def all_gather(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_gather(self, buffer: torch.Tensor, ranks: tuple[int, ...], channel: int = SUMS) -> Work:
         if len(ranks) < 2:
             return Done()
-        what = f"gathering shares on rank {self.rank} from ranks {_listed(ranks)}"
+        what = f"gathering shares on rank {self.rank} from ranks {listed(ranks)}"
+        if self._apart(buffer, ranks):
+            return self._gather_messages(buffer, ranks, ON_HOST, what)
+        if channel == EXCHANGES and self.backend != "nccl":
+            # As quick as gloo's own, and needs no group for every spatial one.
+            return self._gather_messages(buffer, ranks, EXCHANGES, what)
         host = self._host(buffer)
+        own = own_part(host, self.rank, ranks)
         if host is not buffer:
-            own_part(host, self.rank, ranks).copy_(own_part(buffer, self.rank, ranks))
-        after = None if host is buffer else lambda: buffer.copy_(host, non_blocking=True)
-        return self._collective(what, GATHER, host, own_part(host, self.rank, ranks), ranks, after)
+            own.copy_(own_part(buffer, self.rank, ranks))
+        after = None if host is buffer else partial(_finish, [(host, buffer)], None)
+        group = self._group(buffer, ranks, channel, what)
+        return self._begin(
+            what, lambda: [_gather()(host, own, group=group, async_op=True)], host, after
+        )
 
-    def _collective(
+    def _gather_messages(
         self,
-        what: str,
-        collective: Any,
-        into: torch.Tensor,
-        given: torch.Tensor,
+        buffer: torch.Tensor,
         ranks: tuple[int, ...],
+        channel: int,
+        what: str,
         after: Any = None,
     ) -> Work:
-        """One of torch's that read and write parts of the same memory."""
-        try:
-            work = collective(into, given, group=self.groups[ranks], async_op=True)
-            return _Work(work, what, self._lost, (into, given), after)
-        except RuntimeError as error:
-            raise self._lost(what, error) from error
+        others = [rank for rank in ranks if rank != self.rank]
+        own = own_part(buffer, self.rank, ranks)
+        receives = [(own_part(buffer, rank, ranks), rank) for rank in others]
+        return self._messages([(own, rank) for rank in others], receives, channel, what, after)
+
+    def _apart(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> bool:
+        """Whether a collective is of some ranks' host memory, and the groups are of GPUs."""
+        on_host = self.backend == "nccl" and communicators.on_host(buffer)
+        return on_host and ranks != self.everyone
+
+    def _group(self, buffer: Any, ranks: tuple[int, ...], channel: int, what: str) -> Any:
+        found = self.communicators
+        if self.backend == "nccl" and communicators.on_host(buffer):
+            return found.host
+        return found.find(found.exchanges if channel == EXCHANGES else found.groups, ranks, what)
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """Over the host: the buffer must be in its memory."""
         what = f"broadcasting from rank {source} to rank {self.rank}"
         try:
-            dist.broadcast(buffer, source, group=self.host)
+            dist.broadcast(buffer, source, group=self.communicators.host)
         except RuntimeError as error:
             raise self._lost(what, error) from error
 
@@ -257,28 +305,12 @@ class TorchDist:
         if self.world == 1:
             return [thing]
         try:
-            return unpack_all(self._gathered(pack(thing)))
+            return unpack_all(gathered(pack(thing), self.world, self.communicators.host))
         except PeerError as error:  # nothing after that can be trusted
             self.fail(error)
             raise
         except RuntimeError as error:
             raise self._lost(f"gathering on rank {self.rank} from all ranks", error) from error
-
-    def _gathered(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank, which may be of different lengths."""
-        sizes = torch.zeros(self.world, dtype=torch.int64)
-        GATHER(sizes, torch.tensor([len(mine)]), group=self.host)
-        lengths = sizes.tolist()
-        if bad := [rank for rank, n in enumerate(lengths) if not 0 < n <= MOST]:
-            raise PeerError(
-                f"rank {bad[0]} announced {lengths[bad[0]]} bytes; a rank tells at most {MOST}"
-            )
-        own = torch.zeros(max(lengths), dtype=torch.uint8)
-        own[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        every = torch.empty(self.world * len(own), dtype=torch.uint8)
-        GATHER(every, own, group=self.host)
-        rows = every.numpy().reshape(self.world, len(own))
-        return [row[:n].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def fail(self, error: BaseException) -> None:
         """Hang up on all ranks, so that none waits for this one. [Note: how a failure spreads]
@@ -290,22 +322,35 @@ class TorchDist:
         if first and self.heartbeat is not None:
             why = (error.cause or str(error)) if isinstance(error, PeerError) else _short(error)
             self.heartbeat.tell(LOST if isinstance(error, PeerError) else FAILED, why)
+        if threading.current_thread() is self.thread:
+            self.noticed.set()
         self._hang_up()
 
-    def _hang_up(self) -> None:
-        connections, self.connections = self.connections, {}
-        hang_up(connections)
-        if self.backend == "nccl":
-            for group in self._own_groups():
-                with contextlib.suppress(Exception):  # it is lost anyway
-                    getattr(group, "abort", _nothing)()
+    def _lose(self, error: PeerError) -> None:
+        """By the heartbeat's thread: a rank is lost. [Note: how a failure spreads]"""
+        self.fail(error)
+        if self.backend == "nccl" and not self.noticed.wait(COMING_BACK):
+            sys.stderr.write(f"rank {self.rank} waits for a GPU and is ended: {error}\n")
+            sys.stderr.flush()
+            os._exit(1)
 
-    def _own_groups(self) -> list[Any]:
-        groups = (*self.groups.values(), *self.links.values(), self.host)
-        return list({id(g): g for g in groups if isinstance(g, dist.ProcessGroup)}.values())
+    def _hang_up(self) -> None:
+        connections = dict(self.communicators.connections)
+        self.communicators.connections.clear()
+        hang_up(connections)
+        if self.backend == "nccl":  # by a thread that nobody needs to wait for
+            aborting = threading.Thread(target=self.communicators.abort, daemon=True)
+            aborting.start()
+            aborting.join(COMING_BACK / 2)
+
+    def raise_failed(self, what: str) -> None:
+        """Raise if this rank has failed: results of aborted communicators are wrong."""
+        if self.failed is not None:
+            raise self._lost(what, self.failed)
 
     def _lost(self, what: str, error: BaseException) -> PeerError:
         """What to raise when a peer cannot be reached: the first failure is the one to tell."""
+        self.noticed.set()
         if isinstance(self.failed, PeerError):
             return self.failed
         if self.failed is not None:
@@ -329,14 +374,11 @@ class TorchDist:
         if self.closed:
             return
         self.closed = True
+        self.noticed.set()
         atexit.unregister(self._at_exit)
         if self.heartbeat is not None:
             self.heartbeat.end(CLOSED)
-        if dist.is_initialized():
-            for group in self._own_groups():
-                with contextlib.suppress(ValueError):  # its owner has ended the default group
-                    dist.destroy_process_group(group)
-        self.groups, self.links, self.host = {}, {}, None
+        self.communicators.destroy()
         if self.failed is not None:  # else ending the groups has closed their connections
             self._hang_up()
         if self.leave is not None:
@@ -351,12 +393,6 @@ class TorchDist:
             self.heartbeat.end(ENDED, "" if raised is None else _short(raised))
         self._hang_up()
 
-    def _link(self, link: Link) -> tuple[Any, int]:
-        """The group and the tag of the next message of a link."""
-        self.counts[link] += 1
-        group = self.links.get(link, self.groups[self.everyone])
-        return group, self.counts[link] % TAGS + TAGS * link[2]
-
     def _host(self, buffer: torch.Tensor) -> torch.Tensor:
         """gloo reads host memory only: a buffer on a device crosses through a pinned one."""
         if buffer.device.type == "cpu" or self.backend != "gloo":
@@ -364,17 +400,54 @@ class TorchDist:
         return torch.empty_like(buffer, device="cpu", pin_memory=True)
 
 
-def _nothing() -> None:
-    return None
+def _filled(host: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    return host if host is buffer else host.copy_(buffer)
+
+
+def _add(every: torch.Tensor, buffer: torch.Tensor) -> None:
+    """The sum of all parts, in one order everywhere."""
+    first, *others = every.view(-1, len(buffer))
+    buffer.copy_(first)
+    for other in others:
+        buffer.add_(other)
+
+
+def _finish(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Any) -> None:
+    for host, buffer in copies:
+        buffer.copy_(host, non_blocking=True)
+    if after is not None:
+        after()
+
+
+# As torch calls them since 2.13, or did before.
+def _gather() -> Any:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _scatter() -> Any:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gathered(mine: bytes, world: int, group: Any) -> list[bytes]:
+    """The bytes of every rank, which may be of different lengths."""
+    sizes = torch.zeros(world, dtype=torch.int64)
+    _gather()(sizes, torch.tensor([len(mine)]), group=group)
+    lengths = sizes.tolist()
+    if bad := [rank for rank, n in enumerate(lengths) if not 0 < n <= MOST]:
+        raise PeerError(
+            f"rank {bad[0]} announced {lengths[bad[0]]} bytes; a rank tells at most {MOST}"
+        )
+    own = torch.zeros(max(lengths), dtype=torch.uint8)
+    own[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    every = torch.empty(world * len(own), dtype=torch.uint8)
+    _gather()(every, own, group=group)
+    rows = every.numpy().reshape(world, len(own))
+    return [row[:n].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
 def _short(error: BaseException) -> str:
     """Type and first line, as others are told of it."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def first_line(error: BaseException) -> str:

@@ -125,13 +125,8 @@ class TorchAdapter:
         return {v.name: tensors[v.name] for v in state.partitions[i].values(message)}
 
     def _transfers(self, message: Message) -> list[Transfer]:
-        """How each value of a message moves between tiles; gradients move backwards."""
         state, i = self.batches.at(message.micro_batch)
-        partitioned, back = state.partitions[i], message.what == "gradient"
-        ends = (message.target, message.source) if back else (message.source, message.target)
-        giving, taking = (self.plan.spatial_group_for(stage, i) for stage in ends)
-        values = partitioned.values(message)
-        return [partitioned.transfer(v, *ends, giving, taking, back) for v in values]
+        return state.partitions[i].message_transfers(message, i)
 
     def pack(self, message: Message, tensors: Tensors, target: int) -> list[Tensor]:
         return pack(self._transfers(message), tensors, self.rank, target)

@@ -39,7 +39,7 @@ from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call
 from gems.torch.tracing.trace import Trace
-from gems.transport.protocol import Transport
+from gems.transport.protocol import Link, Transport
 
 log = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -66,6 +66,7 @@ class PartitionedModel:
     losses: dict[Any, TiledLoss] = field(default_factory=dict)
     transfers: dict[tuple[Any, ...], Transfer] = field(default_factory=dict)
     changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
+    links: set[Link] | None = None  # of its messages, once known
     # How often the last backward of each stage accumulated a gradient, by parameter id.
     accumulations: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -276,6 +277,14 @@ class PartitionedModel:
             return whole(self.trace.graph.value[name], ranks)
         found = layout.own_boxes() if own else layout.boxes()
         return dict(zip(ranks, found, strict=True))
+
+    def message_transfers(self, message: Message, i: int) -> list[Transfer]:
+        """How each value of a message of micro-batch i moves between tiles; gradients move
+        backwards."""
+        back = message.what == "gradient"
+        ends = (message.target, message.source) if back else (message.source, message.target)
+        giving, taking = (self.plan.spatial_group_for(stage, i) for stage in ends)
+        return [self.transfer(v, *ends, giving, taking, back) for v in self.values(message)]
 
     def transfer(
         self,

@@ -51,11 +51,10 @@ KNOWN = 2048  # calls of all patches that a stage remembers, of some 3 KB each
 class PatchGroup(SpatialGroup):
     """A spatial group of one patch, without neighbours."""
 
-    def irecv(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
-        raise AssertionError("a patch cannot receive from another one")
-
-    def isend(self, member: int, parts: Sequence[Tensor]) -> Work:
-        raise AssertionError("a patch cannot send to another one")
+    def exchange(
+        self, parts: Mapping[int, Sequence[Tensor]], counts: Mapping[int, int], like: Tensor
+    ) -> tuple[dict[int, Tensor], Work]:
+        raise AssertionError("a patch cannot exchange with another one")
 
     def all_reduce(self, mine: Tensor) -> Tensor:
         """A summand: the caller sums over patches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from gems.geometry.layout import coordinate
-from gems.transport.protocol import Transport, Work
+from gems.transport.protocol import EXCHANGES, Link, Transport, Work
 
 Tensor = torch.Tensor
-CHANNEL = 1  # of the transport: messages inside a stage never mix with those between stages
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent inside stages since the counters were last cleared."""
+    """What this rank has sent inside stages since the counters were last cleared: messages and
+    bytes to each other member. One operation of the transport may be several messages: an exchange
+    has one per neighbour, an all-gather one per member."""
 
     messages: int = 0
     bytes: int = 0
@@ -43,30 +44,37 @@ class SpatialGroup:
         """This rank's row, column, ... of the grid."""
         return coordinate(self.grid, self.me)
 
-    def irecv(self, member: int, like: Tensor, count: int) -> tuple[Tensor, Work]:
-        """Receive `count` numbers from a member, of the type of `like`."""
-        buffer = torch.empty(count * like.element_size(), dtype=torch.uint8, device=like.device)
-        handle = self.transport.irecv(buffer, self.ranks[member], CHANNEL)
-        return buffer.view(like.dtype), handle
+    def exchange(
+        self, parts: Mapping[int, Sequence[Tensor]], counts: Mapping[int, int], like: Tensor
+    ) -> tuple[dict[int, Tensor], Work]:
+        """Send each member its tensors, flat and in one message, and receive so many numbers from
+        each member, of the type of `like`."""
+        size, device = like.element_size(), like.device
+        received = {
+            m: torch.empty(n * size, dtype=torch.uint8, device=device) for m, n in counts.items()
+        }
+        sends = [(_flat(tensors), self.ranks[m]) for m, tensors in parts.items()]
+        receives = [(buffer, self.ranks[m]) for m, buffer in received.items()]
+        self.traffic.messages += len(sends)
+        self.traffic.bytes += sum(flat.numel() for flat, _ in sends)
+        handle = self.transport.exchange(sends, receives, self.sorted)
+        return {m: buffer.view(like.dtype) for m, buffer in received.items()}, handle
 
-    def isend(self, member: int, parts: Sequence[Tensor]) -> Work:
-        """Send some tensors to a member, flat and in one message."""
-        flat = (
-            parts[0].reshape(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
-        )
-        flat = flat.contiguous().view(torch.uint8)
-        self.traffic.messages += 1
-        self.traffic.bytes += flat.numel()
-        return self.transport.isend(flat, self.ranks[member], CHANNEL)
+    @cached_property
+    def sorted(self) -> tuple[int, ...]:
+        """The ranks as the transport knows the group."""
+        return tuple(sorted(self.ranks))
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all members, which have one shape: the same bits on every rank."""
-        others = [m for m in range(self.size) if m != self.me]
-        arriving = {m: self.irecv(m, mine, mine.numel()) for m in others}
-        sending = [self.isend(m, [mine]) for m in others]
-        for handle in (*(handle for _, handle in arriving.values()), *sending):
-            handle.wait()
-        return [mine if m == self.me else arriving[m][0].view(mine.shape) for m in range(self.size)]
+        flat = _flat([mine])
+        buffer = torch.empty(self.size * flat.numel(), dtype=torch.uint8, device=flat.device)
+        rows = dict(zip(self.sorted, buffer.view(self.size, len(flat)), strict=True))
+        rows[self.ranks[self.me]].copy_(flat)
+        self.traffic.messages += self.size - 1
+        self.traffic.bytes += (self.size - 1) * flat.numel()
+        self.transport.all_gather(buffer, self.sorted, EXCHANGES).wait()
+        return [rows[rank].view(mine.dtype).view(mine.shape) for rank in self.ranks]
 
     def all_reduce(self, mine: Tensor) -> Tensor:
         """The sum over the group, without a gradient."""
@@ -75,6 +83,24 @@ class SpatialGroup:
         for other in others:
             found += other
         return found
+
+
+def neighbours(grid: tuple[int, ...], ranks: tuple[int, ...]) -> list[Link]:
+    """The pairs of ranks whose tiles meet in a side, an edge or a corner, both ways."""
+    cells = [(rank, coordinate(grid, m)) for m, rank in enumerate(ranks)]
+    return [
+        (a, b)
+        for a, at in cells
+        for b, to in cells
+        if a != b and all(abs(i - j) <= 1 for i, j in zip(at, to, strict=True))
+    ]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of some tensors, one after the other."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).contiguous().view(torch.uint8)
+    return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)
 
 
 class AllReduce(torch.autograd.Function):

@@ -18,24 +18,23 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class PendingExchange:
-    """An exchange in flight: boxes that arrive, each list in one message, and the sends."""
+    """An exchange in flight: boxes that arrive, each list in one message."""
 
-    arriving: list[tuple[list[Box], Tensor, Work]]
-    sending: list[Work]
+    arriving: list[tuple[list[Box], Tensor]]
+    handle: Work
 
     def wait(self) -> list[Tensor]:
         """Wait for all of it; what arrived, box by box."""
-        for handle in (*(handle for _, _, handle in self.arriving), *self.sending):
-            handle.wait()
+        self.handle.wait()
         return [
             part.view(box.shape)
-            for boxes, buffer, _ in self.arriving
+            for boxes, buffer in self.arriving
             for box, part in zip(boxes, buffer.split([b.size for b in boxes]), strict=True)
         ]
 
     def add_to(self, x: Tensor) -> Tensor:
         """Wait, and add each box that arrived to its cells of `x`."""
-        boxes = [box for group, _, _ in self.arriving for box in group]
+        boxes = [box for group, _ in self.arriving for box in group]
         for box, part in zip(boxes, self.wait(), strict=True):
             x[box.slices()] += part
         return x
@@ -111,12 +110,9 @@ class HaloExchange:
     def _start(
         self, like: Tensor, expected: dict[int, list[Box]], given: dict[int, list[Tensor]]
     ) -> PendingExchange:
-        arriving = [
-            (boxes, *self.group.irecv(member, like, sum(b.size for b in boxes)))
-            for member, boxes in sorted(expected.items())
-        ]
-        sending = [self.group.isend(m, parts) for m, parts in sorted(given.items())]
-        return PendingExchange(arriving, sending)
+        counts = {m: sum(b.size for b in boxes) for m, boxes in sorted(expected.items())}
+        received, handle = self.group.exchange(dict(sorted(given.items())), counts, like)
+        return PendingExchange([(expected[m], received[m]) for m in counts], handle)
 
     # --- padded tiles ---------------------------------------------------------------------------
 
