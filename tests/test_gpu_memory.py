@@ -22,9 +22,10 @@ from gems.hardware import Link, Machine, machine
 from gems.model.estimate import estimate
 from gems.planner.compile import compile_plan
 from gems.planner.request import Request
-from gems.planner.reserve import most_communicators, reserved
+from gems.planner.reserve import reserved
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline, timeline_problems
+from gems.schedule.communicators import most_communicators
 from gems.torch import cuda_device, gpu_machine
 from gems.torch.gpu_machine import CONTEXT, described, machine_here, machine_on
 from gems.torch.gpu_memory import GpuMemory

@@ -14,7 +14,7 @@ import torch
 
 from gems.cli.main import main
 from gems.engine.executor import Engine
-from gems.errors import ScheduleError
+from gems.errors import PlanError, ScheduleError
 from gems.plans.fields import SCHEDULES
 from gems.plans.plan import Plan
 from gems.schedule import communicators as made
@@ -25,6 +25,7 @@ from gems.schedule.communicators import Communicator, Operation, communicators, 
 from gems.schedule.lower.passes import lower
 from gems.schedule.lower.reduce import overlaps
 from gems.schedule.validate import check
+from gems.torch.rank_model import require_queues
 from gems.torch.state import grad_bucket
 from gems.transport.threads import Local, run
 from tests.exact import batches, trained
@@ -87,6 +88,50 @@ def test_no_family_hangs() -> None:
     assert {plan.schedule for plan, _ in schedules()} == set(SCHEDULES)
     for plan, schedule in schedules():
         assert nccl.check(schedule, plan) == [], plan
+        assert nccl.queues(schedule, plan) == 1, plan
+
+
+def skipping() -> Iterator[Plan]:
+    """Plans whose stages send to more than the next one."""
+    for p in (3, 4):
+        for skip in {(0, 2), (0, p - 1)}:
+            chain = {*((i, i + 1) for i in range(p - 1)), skip}
+            edges = tuple(sorted(chain))
+            for name in ("1f1b", "gpipe", "zero-bubble", "sequential", "auto", "2bw"):
+                yield Plan(stages=p, schedule=name, micro_batches=p + 1, edges=edges)
+            for name in ("gems", "gems-zb"):
+                yield Plan(stages=p, schedule=name, replications=2, edges=edges)
+            more = {"schedule": "auto", "bidirectional": True}
+            yield Plan(stages=p, micro_batches=p + 1, edges=edges, **more)
+    for p in (2, 4):
+        last = 2 * p - 1
+        chain = {*((i, i + 1) for i in range(last)), (0, last), (1, last - 1)}
+        edges = tuple(sorted(chain))
+        for more in ({"schedule": "interleaved"}, {"schedule": "auto", "placement": "fold"}):
+            yield Plan(stages=2 * p, ranks=p, micro_batches=2 * p, edges=edges, **more)
+
+
+def test_plans_with_skips_do_not_hang_with_as_many_queues_as_streams() -> None:
+    """Interleaved stages, and both directions, may with fewer: two messages on one link."""
+    needed: dict[str, int] = {}
+    for plan in skipping():
+        schedule = unproven(plan)
+        assert nccl.check(schedule, plan) == [], plan
+        queues = nccl.queues(schedule, plan)
+        assert queues in (1, 1 + made.most_communicators(plan))
+        needed[plan.schedule] = max(needed.get(plan.schedule, 1), queues)
+    assert {name for name, queues in needed.items() if queues > 1} == {"interleaved", "auto"}
+    assert max(needed.values()) <= 8  # CUDA's default
+
+
+def test_nccl_is_rejected_where_streams_would_share_queues(monkeypatch: Any) -> None:
+    plan = next(plan for plan in skipping() if plan.schedule == "interleaved")
+    schedule = lowered(plan)
+    require_queues(schedule, plan)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(PlanError, match="set CUDA_DEVICE_MAX_CONNECTIONS=3 before the start"):
+        require_queues(schedule, plan)
+    require_queues(lowered(Plan(stages=2)), Plan(stages=2))
 
 
 @pytest.mark.parametrize("tiles", [False, True], ids=["whole", "tiles"])
@@ -98,6 +143,7 @@ def test_no_plan_with_any_options_hangs(tiles: bool) -> None:
         ]
     for plan in drawn:
         assert nccl.check(unproven(plan), plan) == [], plan
+        assert nccl.queues(unproven(plan), plan) == 1, plan
 
 
 def test_what_ends_with_one_queue_ends_with_any_number() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from gems.hardware import Machine
 from gems.plans.plan import Plan
-from gems.schedule.communicators import communicators
+from gems.schedule.communicators import most_communicators
 
 
 def reserved(plan: Plan, machine: Machine) -> int:
@@ -15,9 +13,3 @@ def reserved(plan: Plan, machine: Machine) -> int:
     if not device.communicator:
         return device.context
     return device.context + device.communicator * most_communicators(plan)
-
-
-def most_communicators(plan: Plan) -> int:
-    """Of the rank that is in most of those that the plan's steps use."""
-    counts = Counter(rank for found in communicators(plan) for rank in found.ranks)
-    return max(counts.values(), default=0)

@@ -12,7 +12,7 @@ of the others. Each has a stream of its own on the device of each of its ranks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -59,6 +59,12 @@ def communicators(
             found.update(_link(a, b) for a, b in pairs)
             found.update(_link(b, a) for a, b in pairs)
     return tuple(sorted(c for c in found if len(c.ranks) > 1))
+
+
+def most_communicators(plan: Plan) -> int:
+    """Of the rank that is in most of those that the plan's steps use."""
+    counts = Counter(rank for found in communicators(plan) for rank in found.ranks)
+    return max(counts.values(), default=0)
 
 
 def _link(source: int, target: int) -> Communicator:

@@ -30,7 +30,13 @@ from random import Random
 
 from gems.plans.plan import Plan
 from gems.schedule.action import Schedule
-from gems.schedule.communicators import Communicator, Operation, communicators, issued
+from gems.schedule.communicators import (
+    Communicator,
+    Operation,
+    communicators,
+    issued,
+    most_communicators,
+)
 
 Rows = Sequence[Sequence[Operation]]  # of each rank, in the order of its host
 Queues = Callable[[int, Communicator | None], Hashable]  # the queue of a stream of a rank
@@ -40,17 +46,29 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     """Every problem that a lowered schedule has under NCCL; none is the proof that it ends."""
     rows, known = issued(schedule, plan), communicators(plan)
     found = [*unprepared(rows, known), *unpaired(rows), *hangs_cold(warm_up(known, plan.world))]
-    return found or hangs(rows)
+    return found or hangs(rows, warm)
+
+
+def queues(schedule: Schedule, plan: Plan) -> int:
+    """How many hardware queues a device needs: one, or as many as a rank has streams at most.
+
+    Two messages that follow each other on one link are in order on its stream. Where skips make a
+    stage send both at once, one may stand in a shared queue before work that the other waits for.
+    """
+    if not hangs(issued(schedule, plan)):
+        return 1
+    return 1 + most_communicators(plan)
 
 
 def summary(schedule: Schedule, plan: Plan) -> str:
     """What was proven of a lowered schedule that has no problems, in one line."""
-    known = communicators(plan)
-    most = max(sum(rank in c.ranks for c in known) for rank in range(plan.world))
     needed = "would hang" if hangs_cold(issued(schedule, plan)) else "would not hang either"
+    least = queues(schedule, plan)
+    enough = "any number of" if least == 1 else f"{least} or more"
     return (
-        f"NCCL: no hang, cold or warm, with any number of hardware queues; {len(known)} "
-        f"communicators, {most} on a rank at most, set up in one order (without that it {needed})"
+        f"NCCL: no hang, cold or warm, with {enough} hardware queues; {len(communicators(plan))} "
+        f"communicators, {most_communicators(plan)} on a rank at most, set up in one order "
+        f"(without that it {needed})"
     )
 
 

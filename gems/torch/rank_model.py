@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from gems.errors import PlanError
-from gems.schedule.action import Kind
+from gems.plans.plan import Plan
+from gems.schedule import nccl
+from gems.schedule.action import Kind, Schedule
 from gems.schedule.lower.passes import forward_only
 from gems.torch.offload.stores import Store, make_store
 from gems.torch.runtime.links import links_between_stages
@@ -28,6 +31,8 @@ from gems.torch.state.ownership import extra_state_owners, ownership, reject_uno
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.state.replicate import replicate
 from gems.transport.protocol import Link
+
+QUEUES, MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 
 
 class RankModel:
@@ -94,6 +99,8 @@ class RankModel:
     def connect(self, regularizer: Regularizer | None) -> None:
         """Set up groups, replicate initial weights, make the runner. All ranks call it,
         once they know that they have the same."""
+        if getattr(self.transport, "backend", "") == "nccl":
+            require_queues(self.schedule, self.plan)
         self._prepare_groups()
         everything = named_weights(self.model) | self.loss_weights
         groups = self.owned.replica_groups.items()
@@ -206,3 +213,16 @@ class RankModel:
                 "that its stages save to recompute from is in tiles already, like the image; "
                 "remove it"
             )
+
+
+def require_queues(schedule: Schedule, plan: Plan) -> None:
+    """Raise if the streams of a GPU may share hardware queues, and the schedule might hang then."""
+    needed = nccl.queues(schedule, plan)
+    there = int(os.environ.get(QUEUES, "8"))
+    if needed > there:
+        advice = f"set {QUEUES}={needed} before the start"
+        raise PlanError(
+            f"this schedule might hang under NCCL: the {needed} streams of a rank need a hardware "
+            f"queue each, and there are {there}; "
+            + (advice if needed <= MOST_QUEUES else "take schedule '1f1b', or fewer tiles")
+        )
