@@ -349,6 +349,7 @@ def trainer_from(
         costs=given.costs,
         machine=given.machine,
         precision=given.precision,
+        memory_format=given.memory_format,
         seed=given.seed,
         device=given.device,
         backend=given.backend,

@@ -45,6 +45,7 @@ from gems.torch.state.deferred_init import Initialize
 from gems.torch.state.full_state_dict import full_state_dict, load_full_state_dict
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import size
+from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tracing.trace import as_module
 from gems.transport.protocol import Transport
 
@@ -68,6 +69,7 @@ class DistributedModel:
         machine: str | Path | machines.Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
+        memory_format: torch.memory_format | str | None = None,
         clip: float | None = None,
         seed: int = 0,
         initialize: Initialize | None = None,
@@ -85,6 +87,7 @@ class DistributedModel:
         self.transport, self.device = connected(transport, backend, timeout, device)
         self.rank = self.transport.rank
         self.loss, self.clip, self.seed, self.precision = loss, clip, seed, precision
+        self.memory_format = MemoryFormat(memory_format)
         self.memory = None if memory is None else machines.bytes_of(memory)
         self.gpu = GpuMemory(self.device, self.memory, limit=limit_memory)
         self.offload_folder, self.batch_dim = offload_folder, batch_dim
@@ -120,7 +123,11 @@ class DistributedModel:
         """Record, plan, schedule, keep what is ours. All ranks must come to the same."""
         _check_options(self, sample)
         self.model, leaves = as_module(model)
-        where = Surroundings(self.transport, self.device, self.machine, self.memory, self.precision)
+        self.memory_format.apply(self.model, sample)
+        where = Surroundings(
+            self.transport, self.device, self.machine, self.memory, self.precision,
+            self.memory_format,
+        )  # fmt: skip
         found = set_up(self.model, leaves, sample, plan, costs, schedule, where)
         self.plan, self.costs, self.schedule = found.plan, found.costs, found.schedule
         same_model = fingerprint.of_model(found.traced, self.model)

@@ -42,6 +42,7 @@ class Compared(Protocol):
     clip: float | None
     seed: int
     precision: str
+    memory_format: Any
     loss: Any
     regularizer: Any
     updates: bool
@@ -64,6 +65,7 @@ class Handshake:
             "sample": describe(sample),
             "seed": session.seed,
             "precision": session.precision,
+            "memory format": session.memory_format,
             "clip": session.clip,
             "loss": named(session.loss),
             "regularizer": named(session.regularizer),

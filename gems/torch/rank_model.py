@@ -170,6 +170,7 @@ class RankModel:
             self.unordered,
             device=self.where.device,
             precision=self.where.precision,
+            memory_format=self.where.memory_format,
             seed=self.seed,
             machine=self.where.machine,
             transport=self.transport,

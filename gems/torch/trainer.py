@@ -49,6 +49,9 @@ class Trainer:
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
     precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
+    memory_format  "channels_last" or torch.channels_last (channels_last_3d for volumes): weights
+                 and inputs get it, and activations, messages, tiles and gradients keep it; if left
+                 out, strides are as they come
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
@@ -87,6 +90,7 @@ class Trainer:
         machine: str | Path | Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
+        memory_format: torch.memory_format | str | None = None,
         clip: float | None = None,
         accumulate: int = 1,
         seed: int = 0,
@@ -113,6 +117,7 @@ class Trainer:
             machine=machine,
             schedule=schedule,
             precision=precision,
+            memory_format=memory_format,
             clip=clip,
             seed=seed,
             initialize=initialize,

@@ -23,6 +23,7 @@ from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.validate import reject_misplaced
 from gems.torch.spatial.tiled_stage import TiledStage
 from gems.torch.state.ownership import Ownership, reject_unordered
+from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.guards import Guards, Structure, apply_assigned
 from gems.torch.tracing.recordings import Recordings
@@ -45,6 +46,7 @@ class StagePrograms:
         *,
         device: torch.device,
         precision: str,
+        memory_format: MemoryFormat,
         seed: int,
         machine: Machine,
         transport: Transport,
@@ -57,7 +59,7 @@ class StagePrograms:
         self.model, self.plan, self.owned, self.unordered = model, plan, owned, unordered
         self.device, self.machine, self.transport = device, machine, transport
         self.storages, self.deferred, self.leaves = storages, deferred, leaves
-        self.precision = precision
+        self.precision, self.memory_format = precision, memory_format
         self.draws = Draws(seed, device)
         self.weight_grads = WeightGradStore()
         self.recomputation = Recomputation()
@@ -87,9 +89,8 @@ class StagePrograms:
         key = signature(inputs), mode
         if (found := self.recordings.find(key)) is None:
             with self.autocast():
-                traced = trace(
-                    self.model, stand_ins(inputs), device=self.device, leaves=self.leaves
-                )
+                given = self.memory_format.stand_ins(stand_ins(inputs))
+                traced = trace(self.model, given, device=self.device, leaves=self.leaves)
             found = self._partition(inputs, traced)
             free = self.free_buffers(found)
             reject_unordered(self.model, traced, self.owned, self.unordered, free)
@@ -175,6 +176,7 @@ class StagePrograms:
                 partitioned.streamed[stage],
                 self.draws,
                 device=self.device,
+                memory_format=self.memory_format,
                 weights=self.storages,
                 around=self.autocast,
             )

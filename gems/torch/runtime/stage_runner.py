@@ -153,6 +153,7 @@ class StageRunner:
                 if not streamed:  # a stream reads boxes of it
                     x = read_box(x, bound.box(name) if bound else None)
                     x = x.to(self.programs.device, non_blocking=True)
+                    x = self.programs.memory_format(x)
                     x = x.clone() if name in mutated else x
                 arguments.append(x)
                 continue
