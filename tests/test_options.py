@@ -377,6 +377,16 @@ def test_a_memory_format_is_that_of_the_weights() -> None:
     assert formats() == {False} and formats("--memory-format", "channels_last") == {True}
 
 
+@shows("--compile")
+def test_compiled_stages_are_asked_for() -> None:
+    for options, expected in (((), False), (("--compile",), True)):
+        given = parsed(*TINY, *options)
+        source = source_from(given)
+        fitted(given, source)
+        trainer = trainer_from(given, plan_from(given), source)
+        assert trainer.session.runner.programs.compiling.enabled is expected
+
+
 @shows("--backend")
 @pytest.mark.parametrize(("backend", "words"), [("mpi", "no MPI backend"), ("nccl", "needs GPUs")])
 def test_a_backend_that_cannot_run_here_is_refused(

@@ -350,6 +350,7 @@ def trainer_from(
         machine=given.machine,
         precision=given.precision,
         memory_format=given.memory_format,
+        compile=given.compile,
         seed=given.seed,
         device=given.device,
         backend=given.backend,

@@ -43,6 +43,8 @@ class Compared(Protocol):
     seed: int
     precision: str
     memory_format: Any
+    compiling: Any
+    precompiled: list[str]
     loss: Any
     regularizer: Any
     updates: bool
@@ -66,6 +68,8 @@ class Handshake:
             "seed": session.seed,
             "precision": session.precision,
             "memory format": session.memory_format,
+            "compile": session.compiling,
+            "compiled modules": session.precompiled,
             "clip": session.clip,
             "loss": named(session.loss),
             "regularizer": named(session.regularizer),

@@ -171,6 +171,7 @@ class RankModel:
             device=self.where.device,
             precision=self.where.precision,
             memory_format=self.where.memory_format,
+            compiling=self.where.compiling,
             seed=self.seed,
             machine=self.where.machine,
             transport=self.transport,

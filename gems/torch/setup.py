@@ -25,6 +25,7 @@ from gems.planner.search import search
 from gems.plans.plan import Plan
 from gems.plans.validate import require_world
 from gems.schedule.action import Schedule
+from gems.torch.runtime.compiled_calls import CompileOptions
 from gems.torch.runtime.stage_programs import PRECISIONS
 from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tensors.memory_format import MemoryFormat
@@ -47,6 +48,7 @@ class Surroundings:
     memory: int | None
     precision: str
     memory_format: MemoryFormat
+    compiling: CompileOptions
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from gems.predict.timeline import Timeline
 from gems.schedule.action import Schedule
 from gems.torch.interrupt import Interrupt
 from gems.torch.lifetime import closable
+from gems.torch.runtime.compiled_calls import Compile
 from gems.torch.runtime.microbatch_loss import Loss
 from gems.torch.runtime.regularizer import Regularizer
 from gems.torch.session import Session
@@ -52,6 +53,9 @@ class Trainer:
     memory_format  "channels_last" or torch.channels_last (channels_last_3d for volumes): weights
                  and inputs get it, and activations, messages, tiles and gradients keep it; if left
                  out, strides are as they come
+    compile      True, a backend of torch.compile, or a dict of its options: stages run compiled,
+                 forward and backward, but for calls that draw random numbers, run on tiles or
+                 patches, defer weight gradients or have hooks
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
@@ -91,6 +95,7 @@ class Trainer:
         schedule: Schedule | None = None,
         precision: str = "fp32",
         memory_format: torch.memory_format | str | None = None,
+        compile: Compile = False,
         clip: float | None = None,
         accumulate: int = 1,
         seed: int = 0,
@@ -118,6 +123,7 @@ class Trainer:
             schedule=schedule,
             precision=precision,
             memory_format=memory_format,
+            compile=compile,
             clip=clip,
             seed=seed,
             initialize=initialize,

@@ -16,6 +16,7 @@ from gems.plans.plan import Plan
 from gems.torch.autograd.split_backward import WeightGradStore
 from gems.torch.runtime.activation_checkpoint import Recomputation
 from gems.torch.runtime.codegen import Program, write
+from gems.torch.runtime.compiled_calls import CompileOptions
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
 from gems.torch.runtime.partitioned_model import PartitionedModel, partition_model
 from gems.torch.runtime.sampleless_buffers import free_buffers
@@ -47,6 +48,7 @@ class StagePrograms:
         device: torch.device,
         precision: str,
         memory_format: MemoryFormat,
+        compiling: CompileOptions,
         seed: int,
         machine: Machine,
         transport: Transport,
@@ -60,6 +62,7 @@ class StagePrograms:
         self.device, self.machine, self.transport = device, machine, transport
         self.storages, self.deferred, self.leaves = storages, deferred, leaves
         self.precision, self.memory_format = precision, memory_format
+        self.compiling, self.told = compiling, set[str]()
         self.draws = Draws(seed, device)
         self.weight_grads = WeightGradStore()
         self.recomputation = Recomputation()
@@ -153,7 +156,9 @@ class StagePrograms:
             bound.runs if bound else None,
             (self.recomputation, run_of),
             bound if bound is not None and self.plan.activations[stage].partitioned else None,
+            self.compiling,
         )
+        self._tell(f"stage {stage}: {program.pieces}" if program.pieces else "")
         if twice := [n for c in calls if c.region is not None for n in c.norms]:
             log.info(
                 "%s: running statistics inside torch.utils.checkpoint are updated once per "
@@ -165,9 +170,17 @@ class StagePrograms:
             partitioned.recomputed[stage] = [module for module, _ in norms]
         return program
 
+    def _tell(self, text: str) -> None:
+        """Log something once."""
+        if text and text not in self.told:
+            self.told.add(text)
+            log.info("%s", text)
+
     def _stream(self, partitioned: PartitionedModel, stage: int) -> Stream:
         """A stage that runs one patch after the other."""
         if stage not in partitioned.streams:
+            if self.compiling.enabled:
+                self._tell(f"stage {stage} runs by patches and is not compiled")
             partitioned.streams[stage] = Stream(
                 partitioned.trace.record,
                 self.model,
