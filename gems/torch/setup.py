@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class Surroundings:
     machine: Machine
     memory: int | None
     precision: str
-    memory_format: MemoryFormat
-    compiling: CompileOptions
+    memory_format: MemoryFormat = field(default_factory=MemoryFormat)
+    compiling: CompileOptions = field(default_factory=CompileOptions)
 
 
 @dataclass(frozen=True)

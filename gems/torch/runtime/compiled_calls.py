@@ -42,7 +42,7 @@ GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs
 class CompileOptions:
     """What `compile=` asks for: False; True; the name of a backend; or torch.compile's options."""
 
-    def __init__(self, asked: Compile) -> None:
+    def __init__(self, asked: Compile = False) -> None:
         self.enabled = bool(asked)
         if not isinstance(asked, bool | str | Mapping):
             raise PlanError(f"compile is {asked!r}; give True, a backend's name, or a dict")

@@ -26,7 +26,7 @@ def formatted_like(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 class MemoryFormat:
     """A memory format that tensors of its number of dims get; None leaves all as they are."""
 
-    def __init__(self, chosen: torch.memory_format | str | None) -> None:
+    def __init__(self, chosen: torch.memory_format | str | None = None) -> None:
         found = FORMATS.get(str(chosen).removeprefix("torch."))
         if chosen is not None and found is None:
             raise PlanError(
