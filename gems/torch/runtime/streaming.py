@@ -92,12 +92,12 @@ class Stream:
         draws: Draws,
         *,
         device: torch.device,
-        memory_format: MemoryFormat,
         weights: Set[int],
         around: Callable[[], AbstractContextManager[Any]],
+        memory_format: MemoryFormat | None = None,
     ) -> None:
         self.laid, self.device, self.weights, self.around = laid, device, weights, around
-        self.memory_format = memory_format
+        self.memory_format = memory_format or MemoryFormat()
         self.values: dict[str, Value] = record.values
         cut = (c.name for c, rule in zip(laid.calls, laid.rules, strict=True) if rule is not None)
         instead = {name: self._dispatch(name) for name in cut}
