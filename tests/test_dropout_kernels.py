@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gems.geometry.box import Box
-from gems.torch.tensors.rng import GOLDEN, MIXING, REMEMBERED, Draws, key
+from gems.torch.tensors.rng import GOLDEN, MIXING, REMEMBERED, Draws, _Dropped, _rounded, key
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -101,22 +101,39 @@ class Kernels(TorchDispatchMode):
         return found
 
 
-def test_dropout_runs_fifteen_kernels_and_saves_a_byte_per_cell() -> None:
+def test_dropout_runs_seventeen_kernels_and_fifteen_on_gpus() -> None:
     """33 kernels and 307 bytes per cell before; places are remembered after the first call."""
-    x, draws = torch.randn(2, 8, 32, 32, requires_grad=True), at(0)
-    packed: list[int] = []
+    x, draws = torch.randn(2, 8, 32, 32), at(0)
 
-    def drop() -> None:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.nbytes) or t, id):
-            draws.dropped(x, 0.3, "drop", x.shape, Box.whole(x.shape))
+    def drop() -> Tensor:
+        return draws.dropped(x, 0.3, "drop", x.shape, Box.whole(x.shape))
 
     drop()
     draws.at(1, 0)
     with Kernels() as kernels:
         drop()
-    assert kernels.count == 15
-    assert kernels.bytes / x.numel() < 228
-    assert packed == [x.numel()] * 2, "the mask, of one byte per cell; the input is not saved"
+    assert kernels.count == 17 and kernels.bytes / x.numel() < 247
+    fused = lambda x, kept, scale: _Dropped.apply(x, kept, scale)  # noqa: E731
+    kept = draws._kept("drop", x.shape, Box.whole(x.shape), 0.3)
+    with Kernels() as kernels:
+        draws._kept("drop", x.shape, Box.whole(x.shape), 0.3)
+        fused(x, kept, 1 / 0.7)
+    assert kernels.count == 15 and kernels.bytes / x.numel() < 228
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_way_of_gpus_gives_the_same_bits_and_saves_a_byte_per_cell(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 8).to(dtype).requires_grad_()
+    kept, scale = torch.rand(6, 8) > 0.3, _rounded(1 / 0.7, dtype)
+    packed: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t.nbytes) or t, lambda t: t
+    ):
+        y = _Dropped.apply(x, kept, scale)
+    expected = x.detach() * kept.to(dtype).mul_(scale)
+    assert torch.equal(bits(y.detach()), bits(expected)) and packed == [x.numel()]
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None and torch.equal(x.grad, kept.to(dtype).mul_(scale))
 
 
 def test_places_of_few_boxes_are_remembered() -> None:

@@ -61,12 +61,15 @@ class Draws:
 
     def dropped(self, x: Tensor, p: float, name: str, shape: Sequence[int], box: Box) -> Tensor:
         """Dropout on a box of a tensor of this shape: the mask depends on each position."""
-        outer, inner = self._places(tuple(shape), box)
-        kept = _kept(outer + key(self.seed, *self.where, name), inner, p)
+        kept = self._kept(name, shape, box, p)
         scale = _rounded(1 / (1 - p) if p < 1 else 0.0, x.dtype)
-        if not x.is_floating_point():
+        if x.device.type == "cpu" or not x.is_floating_point():  # saved as by torch's own dropout
             return x * kept.to(x.dtype).mul_(scale)
         return _Dropped.apply(x, kept, scale)  # type: ignore[no-any-return]
+
+    def _kept(self, name: str, shape: Sequence[int], box: Box, p: float) -> Tensor:
+        outer, inner = self._places(tuple(shape), box)
+        return _kept(outer + key(self.seed, *self.where, name), inner, p)
 
     def _places(self, shape: tuple[int, ...], box: Box) -> tuple[Tensor, Tensor]:
         """Numbers of the cells of a box in the whole tensor, times `GOLDEN`: the sum of what all
@@ -93,8 +96,8 @@ class Draws:
 
 
 class _Dropped(torch.autograd.Function):
-    """x * kept * scale, in one kernel each way, of which a byte per cell is saved. (Autograd's own
-    formula would save the input as well, for a second derivative.)"""
+    """x * kept * scale on a GPU, in one kernel each way, of which a byte per cell is saved, as by
+    torch's own dropout there. (Autograd's formula would save the input, too.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
