@@ -111,7 +111,7 @@ class Trainer:
         regularizer: Regularizer | None = None,
         limit_memory: bool = False,
     ) -> None:
-        trains = optimizer is not None
+        self.accumulate, trains = accumulate, optimizer is not None
         self.session = Session(
             model,
             loss if trains else None,
@@ -138,7 +138,6 @@ class Trainer:
             limit_memory=limit_memory,
             settings={"accumulate": accumulate},
         )
-        self.accumulate = accumulate
         self._check_loop(optimizer, scheduler)
         if optimizer is not None:
             self.session.add_optimizer(optimizer, scheduler)
