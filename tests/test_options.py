@@ -365,6 +365,28 @@ def test_precision_is_that_of_the_arithmetic(tmp_path: Path, usual: Run) -> None
     assert brain == pytest.approx(usual.losses, rel=0.05)
 
 
+@shows("--memory-format")
+def test_a_memory_format_is_that_of_the_weights() -> None:
+    def formats(*options: str) -> set[bool]:
+        given = parsed(*TINY, *options)
+        source = source_from(given)
+        fitted(given, source)
+        weights = trainer_from(given, plan_from(given), source).parameters()
+        return {w.stride(1) == 1 for w in weights if w.dim() == 4 and min(w.shape[1:]) > 1}
+
+    assert formats() == {False} and formats("--memory-format", "channels_last") == {True}
+
+
+@shows("--compile")
+def test_compiled_stages_are_asked_for() -> None:
+    for options, expected in (((), False), (("--compile",), True)):
+        given = parsed(*TINY, *options)
+        source = source_from(given)
+        fitted(given, source)
+        trainer = trainer_from(given, plan_from(given), source)
+        assert trainer.session.runner.programs.compiling.enabled is expected
+
+
 @shows("--backend")
 @pytest.mark.parametrize(("backend", "words"), [("mpi", "no MPI backend"), ("nccl", "needs GPUs")])
 def test_a_backend_that_cannot_run_here_is_refused(

@@ -349,6 +349,8 @@ def trainer_from(
         costs=given.costs,
         machine=given.machine,
         precision=given.precision,
+        memory_format=given.memory_format,
+        compile=given.compile,
         seed=given.seed,
         device=given.device,
         backend=given.backend,

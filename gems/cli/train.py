@@ -69,6 +69,12 @@ RUNNING = {
         type=lambda text: PRECISIONS.get(text, text),
     ),
     "--device": DEVICE,
+    "--memory-format": choice(
+        ("channels_last", "channels_last_3d"),
+        None,
+        "of images and weights (default: as the model and the data have them)",
+    ),
+    "--compile": switch(False, "compile what stages run by torch.compile"),
     "--backend": choice(
         ("gloo", "nccl", "mpi"), None,
         "of torch.distributed (default: nccl on GPUs, gloo on CPUs); gloo with --device cuda "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from gems.torch.offload.malloc import mmap_large, trim
 from gems.torch.rank_model import RankModel
 from gems.torch.runtime.adapter import OneBatch, TorchAdapter
 from gems.torch.runtime.begin_step import begin_step
+from gems.torch.runtime.compiled_calls import Compile, CompileOptions, precompiled
 from gems.torch.runtime.loss_parameters import whole_loss_state
 from gems.torch.runtime.microbatch import Batch, tensors
 from gems.torch.runtime.microbatch_loss import Loss
@@ -45,9 +47,11 @@ from gems.torch.state.deferred_init import Initialize
 from gems.torch.state.full_state_dict import full_state_dict, load_full_state_dict
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import size
+from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tracing.trace import as_module
 from gems.transport.protocol import Transport
 
+log = logging.getLogger(__name__)
 Own = TypeVar("Own", bound="DistributedModel")
 
 
@@ -68,6 +72,8 @@ class DistributedModel:
         machine: str | Path | machines.Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
+        memory_format: torch.memory_format | str | None = None,
+        compile: Compile = False,
         clip: float | None = None,
         seed: int = 0,
         initialize: Initialize | None = None,
@@ -85,6 +91,7 @@ class DistributedModel:
         self.transport, self.device = connected(transport, backend, timeout, device)
         self.rank = self.transport.rank
         self.loss, self.clip, self.seed, self.precision = loss, clip, seed, precision
+        self.memory_format, self.compiling = MemoryFormat(memory_format), CompileOptions(compile)
         self.memory = None if memory is None else machines.bytes_of(memory)
         self.gpu = GpuMemory(self.device, self.memory, limit=limit_memory)
         self.offload_folder, self.batch_dim = offload_folder, batch_dim
@@ -120,7 +127,12 @@ class DistributedModel:
         """Record, plan, schedule, keep what is ours. All ranks must come to the same."""
         _check_options(self, sample)
         self.model, leaves = as_module(model)
-        where = Surroundings(self.transport, self.device, self.machine, self.memory, self.precision)
+        self.memory_format.apply(self.model, sample)
+        self.precompiled = precompiled(self.model)
+        where = Surroundings(
+            self.transport, self.device, self.machine, self.memory, self.precision,
+            self.memory_format, self.compiling,
+        )  # fmt: skip
         found = set_up(self.model, leaves, sample, plan, costs, schedule, where)
         self.plan, self.costs, self.schedule = found.plan, found.costs, found.schedule
         same_model = fingerprint.of_model(found.traced, self.model)
@@ -143,6 +155,7 @@ class DistributedModel:
         self.owned, self.loss_weights = self.part.owned, self.part.loss_weights
         self.handshake = Handshake(self)
         self.handshake.start(same_model, sample)
+        _warn_precompiled(self)
         self.part.connect(self.regularizer)
         self.runner = self.part.runner
         self.weights = self.runner.weights
@@ -346,6 +359,16 @@ def _check_options(model: DistributedModel, sample: Any) -> None:
         raise PlanError(f"precision {model.precision!r} is unknown; choose one of {known}")
     if model.regularizer is not None and model.loss is None:
         raise PlanError("a regularizer is added to the loss; give the trainer one")
+
+
+def _warn_precompiled(model: DistributedModel) -> None:
+    """All ranks have compared it."""
+    if model.precompiled and not model.compiling.enabled:
+        log.warning(
+            "%s came compiled by torch.compile, which stages do not use: they run the calls that "
+            "its forward makes, one by one. Give Trainer(compile=True) to compile those",
+            ", ".join(model.precompiled[:8]),
+        )
 
 
 def _reject_folder(folder: str | Path | None, on_disk: bool) -> None:

@@ -42,6 +42,9 @@ class Compared(Protocol):
     clip: float | None
     seed: int
     precision: str
+    memory_format: Any
+    compiling: Any
+    precompiled: list[str]
     loss: Any
     regularizer: Any
     updates: bool
@@ -64,6 +67,9 @@ class Handshake:
             "sample": describe(sample),
             "seed": session.seed,
             "precision": session.precision,
+            "memory format": session.memory_format,
+            "compile": session.compiling,
+            "compiled modules": session.precompiled,
             "clip": session.clip,
             "loss": named(session.loss),
             "regularizer": named(session.regularizer),

@@ -109,7 +109,7 @@ class Study:
             module, _ = as_module(self.model)
             graph = with_halos(traced, module)
             if self.costs == "measure" or (self.costs == "auto" and self.machine.name == "local"):
-                return graph, measure(traced, module, torch.device("cpu"))
+                return graph, measure(traced, module, torch.device("cpu"), on=self.machine)
         return graph, estimate(graph, self.machine, self.precision)
 
     def _autocast(self) -> torch.autocast:

@@ -177,6 +177,8 @@ class RankModel:
             self.unordered,
             device=self.where.device,
             precision=self.where.precision,
+            memory_format=self.where.memory_format,
+            compiling=self.where.compiling,
             seed=self.seed,
             machine=self.where.machine,
             transport=self.transport,

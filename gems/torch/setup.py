@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from gems.planner.search import search
 from gems.plans.plan import Plan
 from gems.plans.validate import require_world
 from gems.schedule.action import Schedule
+from gems.torch.runtime.compiled_calls import CompileOptions
 from gems.torch.runtime.stage_programs import PRECISIONS
 from gems.torch.spatial.halo_costs import with_halos
+from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import Trace, trace
 from gems.torch.tracing.unrecordable import REMEDY
@@ -44,6 +47,8 @@ class Surroundings:
     machine: Machine
     memory: int | None
     precision: str
+    memory_format: MemoryFormat = field(default_factory=MemoryFormat)
+    compiling: CompileOptions = field(default_factory=CompileOptions)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def set_up(
     traced = _traced(model, leaves, sample, where)
     if not isinstance(plan, Plan) or plan.cut or plan.stream:
         traced = replace(traced, graph=with_halos(traced, model))
-    blocks = _block_costs(costs, traced, model, where, planned=not isinstance(plan, Plan))
+    blocks = _block_costs(costs, traced, model, where, plan if isinstance(plan, Plan) else None)
     if isinstance(plan, Plan):
         request = Request.of(plan, where.memory)
     else:
@@ -87,11 +92,12 @@ def set_up(
 def _traced(model: nn.Module, leaves: tuple[str, ...], sample: Any, where: Surroundings) -> Trace:
     dtype = PRECISIONS[where.precision]
     with torch.autocast(where.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        return trace(model, sample, device=where.device, leaves=leaves, twice=True)
+        inputs = where.memory_format.stand_ins(sample)
+        return trace(model, inputs, device=where.device, leaves=leaves, twice=True)
 
 
 def _block_costs(
-    costs: str | Costs, traced: Trace, model: nn.Module, where: Surroundings, *, planned: bool
+    costs: str | Costs, traced: Trace, model: nn.Module, where: Surroundings, plan: Plan | None
 ) -> Costs:
     if isinstance(costs, Costs):
         if len(costs) != len(traced.graph.blocks):
@@ -100,16 +106,35 @@ def _block_costs(
             )
         return costs
     if costs == "auto":
-        costs = "measure" if where.device.type == "cuda" or planned else "estimate"
+        costs = "measure" if where.device.type == "cuda" or plan is None else "estimate"
     if costs == "measure":
         # All at once: what a rank takes depends on what the others of its host are doing.
-        found = where.transport.all_gather_object(measure(traced, model, where.device))
+        found = where.transport.all_gather_object(_measured(traced, model, where, plan))
         if failed := [rank for rank, mine in enumerate(found) if not isinstance(mine, Costs)]:
             raise PeerError(f"rank {failed[0]} could not measure the model: {found[failed[0]]}")
         return mean(found)
     if costs != "estimate":
         raise PlanError(f"costs is {costs!r}; give 'auto', 'estimate', 'measure' or a gems.Costs")
     return estimate(traced.graph, where.machine, where.precision)
+
+
+def _measured(traced: Trace, model: nn.Module, where: Surroundings, plan: Plan | None) -> Costs:
+    """Seconds on this rank, of what it may run at a time: of a tile or patch, if the plan has
+    them, and of no more than fits."""
+    memory = where.machine.device.memory if where.memory is None else where.memory
+    if where.device.type == "cuda":
+        memory = min(memory, torch.cuda.mem_get_info(where.device)[0])
+    stages = zip(plan.grids, plan.activations, strict=True) if plan is not None else ()
+    parts = max((grid.size * prod(saved.patches) for grid, saved in stages), default=1)
+    return measure(
+        traced,
+        model,
+        where.device,
+        on=where.machine,
+        precision=PRECISIONS[where.precision],
+        memory=memory,
+        parts=parts,
+    )
 
 
 def _chosen(traced: Trace, blocks: Costs, machine: Machine, request: Request) -> Plan:

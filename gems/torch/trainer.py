@@ -20,6 +20,7 @@ from gems.predict.timeline import Timeline
 from gems.schedule.action import Schedule
 from gems.torch.interrupt import Interrupt
 from gems.torch.lifetime import closable
+from gems.torch.runtime.compiled_calls import Compile
 from gems.torch.runtime.microbatch_loss import Loss
 from gems.torch.runtime.regularizer import Regularizer
 from gems.torch.session import Session
@@ -49,6 +50,12 @@ class Trainer:
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
     precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
+    memory_format  "channels_last" or torch.channels_last (channels_last_3d for volumes): weights
+                 and inputs get it, and activations, messages, tiles and gradients keep it; if left
+                 out, strides are as they come
+    compile      True, a backend of torch.compile, or a dict of its options: stages run compiled,
+                 forward and backward, but for calls that draw random numbers, run on tiles or
+                 patches, defer weight gradients or have hooks
     clip         largest norm of the whole gradient
     accumulate   calls of `step` per update
     initialize   sets up the weights of a module, for models on the meta device
@@ -87,6 +94,8 @@ class Trainer:
         machine: str | Path | Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
+        memory_format: torch.memory_format | str | None = None,
+        compile: Compile = False,
         clip: float | None = None,
         accumulate: int = 1,
         seed: int = 0,
@@ -102,7 +111,7 @@ class Trainer:
         regularizer: Regularizer | None = None,
         limit_memory: bool = False,
     ) -> None:
-        trains = optimizer is not None
+        self.accumulate, trains = accumulate, optimizer is not None
         self.session = Session(
             model,
             loss if trains else None,
@@ -113,6 +122,8 @@ class Trainer:
             machine=machine,
             schedule=schedule,
             precision=precision,
+            memory_format=memory_format,
+            compile=compile,
             clip=clip,
             seed=seed,
             initialize=initialize,
@@ -127,7 +138,6 @@ class Trainer:
             limit_memory=limit_memory,
             settings={"accumulate": accumulate},
         )
-        self.accumulate = accumulate
         self._check_loop(optimizer, scheduler)
         if optimizer is not None:
             self.session.add_optimizer(optimizer, scheduler)

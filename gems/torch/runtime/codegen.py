@@ -20,6 +20,7 @@ from gems.geometry.box import Box
 from gems.torch.autograd.norm_gradients import normalises, sound
 from gems.torch.autograd.split_backward import hooked
 from gems.torch.runtime.activation_checkpoint import Recomputation, Run, touched
+from gems.torch.runtime.compiled_calls import CompileOptions, Pieces
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import restrided
 from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
@@ -39,6 +40,7 @@ class Program:
     outputs: tuple[str, ...]
     run: Callable[..., tuple[torch.Tensor, ...]]
     source: str
+    pieces: Pieces | None = None  # what torch.compile got, if anything
 
 
 def write(
@@ -51,6 +53,7 @@ def write(
     instead: Mapping[str, Callable[..., Any]] | None = None,
     recompute: tuple[Recomputation, Mapping[str, int]] | None = None,
     tiled: TiledStage | None = None,
+    compiling: CompileOptions | None = None,
 ) -> Program:
     """Compile `calls` into a function that gives `outputs`.
 
@@ -58,10 +61,13 @@ def write(
     function that defers its weight gradient; `instead` replaces calls by name, with functions that
     draw their own random numbers. `recompute` has the runs of calls that are recomputed in
     backward: the number of its run, by the name of a call. With `tiled`, the spatial group shards
-    what such a run reads and all its ranks have.
+    what such a run reads and all its ranks have. With `compiling`, runs of calls are compiled by
+    torch.compile (compiled_calls.py).
     """
     recompute = recompute or (Recomputation(), {})
     writer = _Writer(record, model, draws, deferral, instead or {}, recompute, tiled)
+    if compiling is not None and compiling.enabled:
+        writer.pieces = Pieces(record, model, writer.instead, writer.defers)
     made = {name for call in calls for name in call.writes}
     inputs = _inputs(calls)
     inputs += tuple(n for n in outputs if n not in made and n not in inputs)
@@ -71,7 +77,10 @@ def write(
     exec(compile(source, f"<stage {calls[0].name if calls else 'empty'}>", "exec"), scope)
     for name, facts in writer.recomputed.items():
         scope[f"_{name}"] = Run(scope[name], *facts)
-    return Program(inputs, tuple(outputs), scope["stage"], source)
+    if compiling is not None and writer.pieces is not None:
+        for name, reaching in writer.pieces.pieces.items():
+            scope[f"_{name}"] = compiling.compiled(scope[name], reaching)
+    return Program(inputs, tuple(outputs), scope["stage"], source, writer.pieces)
 
 
 class _Writer:
@@ -92,8 +101,10 @@ class _Writer:
         self.above: list[str] = []  # the functions of these
         self.draws, self.deferral = draws, deferral
         self.ordered = False  # whether values are written with their recorded strides
+        self.pieces: Pieces | None = None
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
+            "__name__": __name__,
             "_no_grad": torch.no_grad,
             "_grad": torch.enable_grad,
             "_autocast": torch.autocast,
@@ -114,8 +125,8 @@ class _Writer:
     ) -> None:  # fmt: skip
         """Write `def name(inputs): calls; return outputs`.
 
-        A stage has runs that are recomputed, both have regions, and those nothing: `inside` is
-        which of them this is, `run` or `region`.
+        A stage has runs that are recomputed, both have regions, all have compiled pieces, and those
+        nothing: `inside` is which of them this is, `run`, `region` or `piece`.
         """
         arguments = ", ".join(self.var(n) for n in inputs)
         self.lines.append(f"{indent}def {name}({arguments}):")
@@ -128,7 +139,7 @@ class _Writer:
                 wanted = _wanted_after(run, calls[position + len(run) :], outputs)
                 write(run, wanted, body)
             else:
-                self._call(run[0], body)
+                self._call(run[0], body, inside)
             position += len(run)
             gone = [self.var(n) for n in last_use.get(position - 1, ())]
             if write is not None:
@@ -146,13 +157,40 @@ class _Writer:
         """The calls that are written together now, and what writes them; None: a call by itself."""
         if not inside and calls[0].name in self.run_of:
             return _first(calls, lambda call: self.run_of.get(call.name)), self._run
-        if inside != "region" and calls[0].region is not None:
+        if inside not in ("region", "piece") and calls[0].region is not None:
             region = _first(calls, lambda call: call.region)
             if not self.instead:
                 return region, self._region
             if not inside:  # else the run around it is recomputed
                 return region, self._run
+        if self.pieces is not None and inside != "piece":
+            apart = set() if inside else self.run_of.keys()
+            piece = self.pieces.first(_first(calls, lambda c: c.region), apart)
+            if piece:
+                return piece, self._piece
         return [calls[0]], None
+
+    def defers(self, call: Call) -> bool:
+        """Whether the weight gradient of a call is deferred."""
+        if self.deferral is None or call.module is None or not call.grad or call.region is not None:
+            return False
+        return self.deferral(self.model.get_submodule(call.module)) is not None
+
+    def _piece(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
+        """A run of calls that torch.compile gets as one function."""
+        assert self.pieces is not None
+        name, inputs = self.pieces.add(run, wanted), _inputs(run)
+        self._above(name, inputs, run, wanted, "piece")
+        self._invoke(f"_{name}({', '.join(map(self.var, inputs))})", wanted, indent)
+
+    def _above(
+        self, name: str, inputs: Sequence[str], run: Sequence[Call], wanted: tuple[str, ...],
+        inside: str,
+    ) -> None:  # fmt: skip
+        """Write a function in front of the stage's."""
+        stage, self.lines = self.lines, []
+        self.function(name, inputs, run, wanted, "", inside)
+        self.above, self.lines = self.above + self.lines, stage
 
     def _region(self, run: Sequence[Call], wanted: tuple[str, ...], indent: str) -> None:
         """A torch.utils.checkpoint region stays one: its calls are recomputed in backward.
@@ -172,9 +210,7 @@ class _Writer:
         number = self.run_of.get(run[0].name)
         name = f"region{run[0].region}" if number is None else f"run{number}"
         inputs = _inputs(run)
-        stage, self.lines = self.lines, []
-        self.function(name, inputs, run, wanted, "", "run")
-        self.above, self.lines = self.above + self.lines, stage
+        self._above(name, inputs, run, wanted, "run")
         changed = {n for call in run for n in call.overwrites}
         self.recomputed[name] = (
             tuple(n in changed for n in inputs),
@@ -192,11 +228,11 @@ class _Writer:
         results = "".join(f"{self.var(n)}, " for n in wanted)
         self.lines.append(f"{indent}{results}{'= ' * bool(wanted)}{invocation}")
 
-    def _call(self, call: Call, indent: str) -> None:
+    def _call(self, call: Call, indent: str, inside: str = "") -> None:
         for context in self._contexts(call):
             self.lines.append(f"{indent}with {context}:")
             indent += "    "
-        target = self._target(call)
+        target = self._target(call, inside)
         self.ordered = self._seeded(call) and not call.mutates
         arguments = [self.expression(a) for a in call.args]
         arguments += [f"{key}={self.expression(a)}" for key, a in call.kwargs.items()]
@@ -234,12 +270,12 @@ class _Writer:
     def device(self) -> str:
         return self.record.device
 
-    def _target(self, call: Call) -> str:
+    def _target(self, call: Call, inside: str) -> str:
         if call.name in self.instead:
             return self.bind(self.instead[call.name])
         if call.random and is_dropout(call, self.model):
             return self.bind(self._dropout(call))
-        if normalises(call, self.model):
+        if inside != "piece" and normalises(call, self.model):
             return self.bind(self._sound(call))
         if call.module is None:
             hooks = call.function is torch.Tensor.register_hook

@@ -158,10 +158,11 @@ def _assembled(
     value, frame = transfer.value, transfer.received_in(rank)
     missing = present = False  # of the gradients that arrive
     found = torch.empty(0, dtype=_dtype(value), device=device)
-    if transfer.back or not value.shape:
+    if not value.shape:
         found = found.new_zeros(frame.shape)
     else:
         found = strided(frame.shape, tile_strides(value, frame.shape), found)
+        found = found.zero_() if transfer.back else found
     for source in sorted({*parts, rank}):
         for box in transfer.between(source, rank):
             if source != rank:

@@ -16,6 +16,7 @@ from gems.plans.plan import Plan
 from gems.torch.autograd.split_backward import WeightGradStore
 from gems.torch.runtime.activation_checkpoint import Recomputation
 from gems.torch.runtime.codegen import Program, write
+from gems.torch.runtime.compiled_calls import CompileOptions
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
 from gems.torch.runtime.partitioned_model import PartitionedModel, partition_model
 from gems.torch.runtime.sampleless_buffers import free_buffers
@@ -23,6 +24,7 @@ from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.validate import reject_misplaced
 from gems.torch.spatial.tiled_stage import TiledStage
 from gems.torch.state.ownership import Ownership, reject_unordered
+from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.guards import Guards, Structure, apply_assigned
 from gems.torch.tracing.recordings import Recordings
@@ -45,6 +47,8 @@ class StagePrograms:
         *,
         device: torch.device,
         precision: str,
+        memory_format: MemoryFormat,
+        compiling: CompileOptions,
         seed: int,
         machine: Machine,
         transport: Transport,
@@ -57,7 +61,8 @@ class StagePrograms:
         self.model, self.plan, self.owned, self.unordered = model, plan, owned, unordered
         self.device, self.machine, self.transport = device, machine, transport
         self.storages, self.deferred, self.leaves = storages, deferred, leaves
-        self.precision = precision
+        self.precision, self.memory_format = precision, memory_format
+        self.compiling, self.told = compiling, set[str]()
         self.draws = Draws(seed, device)
         self.weight_grads = WeightGradStore()
         self.recomputation = Recomputation()
@@ -87,9 +92,8 @@ class StagePrograms:
         key = signature(inputs), mode
         if (found := self.recordings.find(key)) is None:
             with self.autocast():
-                traced = trace(
-                    self.model, stand_ins(inputs), device=self.device, leaves=self.leaves
-                )
+                given = self.memory_format.stand_ins(stand_ins(inputs))
+                traced = trace(self.model, given, device=self.device, leaves=self.leaves)
             found = self._partition(inputs, traced)
             free = self.free_buffers(found)
             reject_unordered(self.model, traced, self.owned, self.unordered, free)
@@ -152,7 +156,9 @@ class StagePrograms:
             bound.runs if bound else None,
             (self.recomputation, run_of),
             bound if bound is not None and self.plan.activations[stage].partitioned else None,
+            self.compiling,
         )
+        self._tell(f"stage {stage}: {program.pieces}" if program.pieces else "")
         if twice := [n for c in calls if c.region is not None for n in c.norms]:
             log.info(
                 "%s: running statistics inside torch.utils.checkpoint are updated once per "
@@ -164,9 +170,17 @@ class StagePrograms:
             partitioned.recomputed[stage] = [module for module, _ in norms]
         return program
 
+    def _tell(self, text: str) -> None:
+        """Log something once."""
+        if text and text not in self.told:
+            self.told.add(text)
+            log.info("%s", text)
+
     def _stream(self, partitioned: PartitionedModel, stage: int) -> Stream:
         """A stage that runs one patch after the other."""
         if stage not in partitioned.streams:
+            if self.compiling.enabled:
+                self._tell(f"stage {stage} runs by patches and is not compiled")
             partitioned.streams[stage] = Stream(
                 partitioned.trace.record,
                 self.model,
@@ -175,6 +189,7 @@ class StagePrograms:
                 partitioned.streamed[stage],
                 self.draws,
                 device=self.device,
+                memory_format=self.memory_format,
                 weights=self.storages,
                 around=self.autocast,
             )

@@ -120,7 +120,8 @@ class StageRunner:
         if isinstance(program, Stream):
             program.saved = SavedTensors(offloaded)
         with self._saving(bound, tiles, saved.deferred if saves else None, offloaded):
-            results = dict(zip(program.outputs, program.run(*arguments), strict=True))
+            with self.programs.compiling.running(stage):
+                results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
             if stage in self.weights.shards:
                 results = self.weights.shards[stage].clone_views(results)
@@ -153,6 +154,7 @@ class StageRunner:
                 if not streamed:  # a stream reads boxes of it
                     x = read_box(x, bound.box(name) if bound else None)
                     x = x.to(self.programs.device, non_blocking=True)
+                    x = self.programs.memory_format(x)
                     x = x.clone() if name in mutated else x
                 arguments.append(x)
                 continue
@@ -253,6 +255,7 @@ class StageRunner:
             with (
                 self._recomputing(state, stage, i, saved.deferred),
                 self._reducing(state, stage, i, reduce),
+                self.programs.compiling.running(stage),
             ):
                 edges, seeds = zip(*roots, strict=True)
                 del roots

@@ -38,6 +38,7 @@ from gems.torch.spatial.partition import StageLayout
 from gems.torch.spatial.patch_layout import one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tiled_stage import TiledStage, bind
+from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.storage import storage_of
 from gems.torch.tensors.strides import strided
@@ -93,8 +94,10 @@ class Stream:
         device: torch.device,
         weights: Set[int],
         around: Callable[[], AbstractContextManager[Any]],
+        memory_format: MemoryFormat | None = None,
     ) -> None:
         self.laid, self.device, self.weights, self.around = laid, device, weights, around
+        self.memory_format = memory_format or MemoryFormat()
         self.values: dict[str, Value] = record.values
         cut = (c.name for c, rule in zip(laid.calls, laid.rules, strict=True) if rule is not None)
         instead = {name: self._dispatch(name) for name in cut}
@@ -158,6 +161,7 @@ class Stream:
         own inputs, and of what the patch changes."""
         if name in self.own:
             part = read_box(x, box).to(self.device, non_blocking=True)
+            part = self.memory_format(part)
         else:
             part = x if box is None else x[box.slices()]
         return part.clone() if name in self.changed else part

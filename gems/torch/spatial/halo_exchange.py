@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from gems.geometry.box import Box, Move, moves
 from gems.torch.spatial.group import SpatialGroup
+from gems.torch.tensors.strides import dense_like
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
@@ -118,9 +119,9 @@ class HaloExchange:
 
     def assemble(self, x: Tensor, halos: Sequence[Tensor]) -> Tensor:
         """The padded tile, of the tile and its halos."""
-        make = torch.full if self.filled else torch.empty
-        fill = (self.fill,) if self.filled else ()
-        padded = make(self.frame, *fill, dtype=x.dtype, device=x.device)  # type: ignore[operator]
+        padded = dense_like(self.frame, x)
+        if self.filled:
+            padded.fill_(self.fill)
         for here, there in self.copies:
             padded[there.slices()] = x[here.slices()]
         for box, halo in zip(self.received, halos, strict=True):
@@ -134,8 +135,8 @@ class HaloExchange:
 
     def _own(self, gradient: Tensor) -> Tensor:
         if len(self.copies) == 1 and self.copies[0][0].shape == self.have.shape:
-            return gradient[self.copies[0][1].slices()].clone(memory_format=torch.contiguous_format)
-        found = gradient.new_zeros(self.have.shape)
+            return gradient[self.copies[0][1].slices()].clone()
+        found = dense_like(self.have.shape, gradient).zero_()
         for here, there in self.copies:
             found[here.slices()] += gradient[there.slices()]
         return found

@@ -19,6 +19,11 @@ from gems.torch.tensors.storage import storage_of
 Tensor = torch.Tensor
 Part = tuple[Tensor, int | None]  # with its version, if it must not change
 Assemble = Callable[..., Tensor]
+Form = tuple[torch.Size, tuple[int, ...]]  # shape and strides
+
+
+def _form(x: Tensor) -> Form:
+    return x.shape, x.stride()
 
 
 class SavedTiles:
@@ -27,7 +32,7 @@ class SavedTiles:
 
     def __init__(self, weights: Set[int] = frozenset()) -> None:
         self.weights = weights
-        self.padded: dict[int, tuple[tuple[int, ...], list[Part], Assemble]] = {}
+        self.padded: dict[int, tuple[Form, list[Part], Assemble]] = {}
         self.storages: dict[int, int] = {}  # storage -> bytes
 
     def add_exchanged(
@@ -40,15 +45,15 @@ class SavedTiles:
         self._add(padded, [(x.detach(), x._version)], lambda tile: F.pad(tile, pads, value=fill))
 
     def _add(self, padded: Tensor, parts: list[Part], assemble: Assemble) -> None:
-        self.padded[padded.data_ptr()] = (tuple(padded.shape), parts, assemble)
+        self.padded[padded.data_ptr()] = (_form(padded), parts, assemble)
 
     def clear(self) -> None:
         """The layer has run: the memory of its padded tile may be used again."""
         self.padded.clear()
 
     def pack(self, x: Tensor, version: int | None, rest: Pack) -> Saved:
-        shape, parts, assemble = self.padded.get(x.data_ptr(), (None, [], None))
-        if assemble is None or tuple(x.shape) != shape or not x.is_contiguous():
+        form, parts, assemble = self.padded.get(x.data_ptr(), (None, [], None))
+        if assemble is None or _form(x) != form:
             self._count(x)
             return rest(x, version)
         for part, _ in parts:

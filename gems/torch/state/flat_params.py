@@ -4,8 +4,9 @@
     ranks      |  0            |  1            |  2            |  3                      |
     rank 1                     | ParamShard | ParamShard |
 
-A parameter is a view of the flat one, so that an all-gather of the shards copies nothing. What a
-rank owns of a parameter is a `ParamShard`: a parameter of its own, which the optimizer steps.
+A parameter is a view of the flat one, so that an all-gather of the shards copies nothing; it keeps
+its memory format, and elements are counted in the order of memory. What a rank owns of a parameter
+is a `ParamShard`: a parameter of its own, which the optimizer steps.
 
 torch's FSDP2 shards each parameter along its first dim, and unshards and reshards in hooks of
 modules. Our stages are runs of recorded calls, not modules; the schedule has the actions that
@@ -25,6 +26,7 @@ from gems.torch.offload.host_copy import HostCopy, resize
 from gems.torch.offload.stores import Slot, Store
 from gems.torch.state.sparse_gradients import dense, square
 from gems.torch.tensors.released import release
+from gems.torch.tensors.strides import fitting, flattened, laid_out
 from gems.transport.protocol import Work, own_part
 
 Tensor = torch.Tensor
@@ -32,18 +34,24 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Elements `start` to `stop` of a parameter, counted flat, as a parameter of its own; one that
-    has all of them has the parameter's shape. They begin at element `at` of the rank's shard."""
+    """Elements `start` to `stop` of a parameter of these strides, counted in the order of memory,
+    as a parameter of its own; one that has all of them has the parameter's shape and strides. They
+    begin at element `at` of the rank's shard."""
 
     name: str
     start: int
     stop: int
     at: int
+    strides: tuple[int, ...]
     param: nn.Parameter
 
     def of(self, whole: Tensor) -> Tensor:
         """These elements of a tensor shaped like the whole parameter."""
-        return whole.reshape(-1)[self.start : self.stop].view(self.param.shape)
+        return self.shaped(flattened(whole, self.strides)[self.start : self.stop])
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Elements as the optimizer sees them, beside the parameter."""
+        return laid_out(flat, self.param.shape, self.param.stride())
 
     def inside(self, shard: Tensor) -> Tensor:
         """These elements of a tensor shaped like the rank's shard of the flat parameter."""
@@ -67,12 +75,12 @@ class FlatParam:
     ) -> None:
         self.parameters, self.ranks, self.rank, self.level = parameters, ranks, rank, level
         self.store = store
-        self.at: dict[str, tuple[int, torch.Size]] = {}
+        self.at: dict[str, tuple[int, torch.Size, tuple[int, ...]]] = {}  # first, shape, strides
         total = 0
         for name, p in parameters.items():
             if not p.numel() % 2:
                 total += total % 2  # so that it may be viewed as complex numbers
-            self.at[name] = (total, p.shape)
+            self.at[name] = (total, p.shape, fitting(tuple(p.shape), p.stride()))
             total += p.numel()
         self.width = -(-total // len(ranks))
         first = next(iter(parameters.values()))
@@ -97,14 +105,14 @@ class FlatParam:
     def _param_shards(self) -> list[ParamShard]:
         found = []
         begin = self.ranks.index(self.rank) * self.width
-        for name, (at, shape) in self.at.items():
+        for name, (at, shape, strides) in self.at.items():
             start, stop = (min(max(x - at, 0), shape.numel()) for x in (begin, begin + self.width))
             if start < stop:
                 here = at + start - begin
                 part = self.shard[here : here + stop - start].data
                 if len(self.ranks) == 1:
-                    part = part.view(shape).data
-                found.append(ParamShard(name, start, stop, here, nn.Parameter(part)))
+                    part = laid_out(part, shape, strides).data
+                found.append(ParamShard(name, start, stop, here, strides, nn.Parameter(part)))
         return found
 
     def own(self, memory: Tensor) -> Tensor:
@@ -117,8 +125,8 @@ class FlatParam:
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         # `.data`: versions of their own, although all share one memory.
         return {
-            name: memory[at : at + shape.numel()].data.view(shape).data
-            for name, (at, shape) in self.at.items()
+            name: laid_out(memory[at : at + shape.numel()].data, shape, strides).data
+            for name, (at, shape, strides) in self.at.items()
         }
 
     # --- weights ------------------------------------------------------------------------------
@@ -149,15 +157,16 @@ class FlatParam:
     def copy(self, name: str) -> Tensor:
         """A copy of an offloaded parameter, in host memory."""
         assert self.host is not None
-        at, shape = self.at[name]
-        found = torch.empty(shape, dtype=self.weights.dtype)
+        at, shape, strides = self.at[name]
+        found = torch.empty(shape.numel(), dtype=self.weights.dtype)
         self.host.read(found, at).wait()
-        return found
+        return laid_out(found, shape, strides)
 
     def put(self, name: str, value: Tensor) -> None:
         """Set the host copy of a parameter."""
         assert self.host is not None
-        self.host.write(value.detach().to(self.weights.dtype).contiguous(), self.at[name][0])
+        at, _, strides = self.at[name]
+        self.host.write(flattened(value.detach().to(self.weights.dtype), strides), at)
 
     def release_shards(self, why: str) -> None:
         """Parameters that the optimizer steps have no memory while they are on disk."""
@@ -175,7 +184,7 @@ class FlatParam:
             self.reduced, self.gradients = self.reduced.clone(), None
         for piece in self.param_shards:
             has_grad = self.parameters[piece.name].grad is not None
-            piece.param.grad = piece.inside(self.reduced) if has_grad else None
+            piece.param.grad = piece.shaped(piece.inside(self.reduced)) if has_grad else None
 
     def offload_grads(self, *, norm: bool) -> dict[str, float]:
         """Offload the reduced gradients of this rank's shard; returns the squares of their norms,
@@ -188,7 +197,9 @@ class FlatParam:
         for piece in self.param_shards:
             if (whole := self.parameters[piece.name].grad) is None:
                 continue
-            gradient = dense(whole).contiguous() if reduced is None else piece.inside(reduced)
+            gradient = piece.inside(reduced) if reduced is not None else dense(whole)
+            if reduced is None:
+                gradient = flattened(gradient, piece.strides)
             handle = self.offloaded.write(gradient, piece.at * gradient.element_size())
             if norm:
                 squares[piece.name] = square(gradient)
@@ -212,7 +223,7 @@ class FlatParam:
                 gradient = torch.empty(piece.param.numel(), dtype=piece.param.dtype)
                 handles.append(self.offloaded.read(gradient, piece.at * gradient.element_size()))
                 size += gradient.nbytes
-            piece.param.grad = gradient.view(piece.param.shape)
+            piece.param.grad = piece.shaped(gradient)
         for handle in handles:
             handle.wait()
         return size

@@ -21,7 +21,7 @@ from torch import nn
 
 from gems.errors import GemsError
 from gems.torch.state.sparse_gradients import dense
-from gems.torch.tensors.strides import fitting
+from gems.torch.tensors.strides import laid_out
 
 Tensor = torch.Tensor
 CHUNKS = 8  # of a bucket that is reduced while backward runs, if they are of a fair size:
@@ -39,8 +39,7 @@ class Chunk:
 def laid_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """Flat memory as a gradient, in the memory format of its parameter: fused optimizers walk
     through both in the order of memory."""
-    shape = tuple(parameter.shape)
-    return flat.as_strided(shape, fitting(shape, tuple(parameter.stride()))).data
+    return laid_out(flat, parameter.shape, parameter.stride()).data
 
 
 def restored(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gems.errors import PlanError
 from gems.torch.state.flat_params import ParamShard
 from gems.torch.state.param_shards import StageShard
+from gems.torch.tensors.strides import flattened
 from gems.transport.encoding import sendable
 from gems.transport.protocol import Transport
 
@@ -107,7 +108,7 @@ def full_state(
             for piece in flat.param_shards:
                 if mine.get(piece.name, {}).get(key) == spec:
                     state = present(optimizer.state[piece.param][key])
-                    piece.inside(flat.own(memory)).copy_(state.reshape(-1))
+                    piece.inside(flat.own(memory)).copy_(flattened(state, piece.param.stride()))
             transport.all_gather(memory, flat.ranks).wait()
             for name, view in flat.views(memory).items():
                 if name in full and mine[name].get(key) == spec:

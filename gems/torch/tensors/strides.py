@@ -42,6 +42,30 @@ def fitting(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]
     return tuple(torch.empty_like(probe).stride())
 
 
+def laid_out(flat: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Flat memory as a tensor of this shape, with dims in the order of these strides."""
+    return flat.as_strided(shape, fitting(tuple(shape), tuple(strides)))
+
+
+def dense_like(shape: Sequence[int], x: Tensor) -> Tensor:
+    """An empty tensor of another shape, with dims in the order of those of `x` in memory."""
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    made = torch.empty([shape[d] for d in order], dtype=x.dtype, device=x.device)
+    return made.permute([order.index(d) for d in range(x.dim())])
+
+
+def packed(x: Tensor) -> Tensor:
+    """The same tensor if its memory has no gaps, or a copy with dims in the same order."""
+    whole = alike(x.shape, x.stride(), fitting(tuple(x.shape), x.stride()))
+    return x if whole else x.clone()
+
+
+def flattened(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """The elements of a tensor in the order in which `laid_out` has them; a view if it can be."""
+    dense = fitting(tuple(x.shape), tuple(strides))
+    return x.permute(sorted(range(x.dim()), key=lambda d: -dense[d])).reshape(-1)
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for length in reversed(shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,16 +65,41 @@ def trace(
     """
     module, whole = as_module(model)
     args, kwargs = as_arguments(sample)
-    first = record(module, args, kwargs, device=device, leaves=(*whole, *leaves))
-    if twice:
-        again = record(module, args, kwargs, device=device, leaves=first.leaves)
-        if not _same_calls(first, again):
+    with uncompiled(module):
+        first = record(module, args, kwargs, device=device, leaves=(*whole, *leaves))
+        again = record(module, args, kwargs, device=device, leaves=first.leaves) if twice else None
+        if again is not None and not _same_calls(first, again):
             raise TraceError(
                 f"two runs of {type(module).__name__}.forward made different calls, so it uses "
                 "random numbers of Python or numpy, or remembers earlier runs; draw with torch "
                 "instead, so that the same layers run for every sample"
             )
     return Trace(*_graph(first))
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile(module)` gives. Its class takes seconds to import."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """With modules that came compiled calling what was compiled, whose calls can be recorded."""
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        mine = vars(module)
+        if is_optimized(module):
+            found.append((mine, "forward", mine["forward"]))
+            mine["forward"] = module._orig_mod.__call__  # type: ignore[operator]
+        if mine.get("_compiled_call_impl") is not None:  # by module.compile()
+            found.append((mine, "_compiled_call_impl", mine["_compiled_call_impl"]))
+            mine["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for mine, key, value in found:
+            mine[key] = value
 
 
 def _same_calls(a: Record, b: Record) -> bool:

@@ -28,6 +28,8 @@ from gems.torch.spatial.group import AllReduce, SpatialGroup
 from gems.torch.spatial.op import NotTileable, Op, Run
 from gems.torch.spatial.rule import Rule, one_input, rule, unchanged
 from gems.torch.spatial.tile import Tile
+from gems.torch.tensors.memory_format import formatted_like
+from gems.torch.tensors.strides import packed
 
 Tensor = torch.Tensor
 
@@ -123,14 +125,15 @@ class Normalise(torch.autograd.Function):
             _rows(x), sharing.spread(mean), sharing.spread(variance), _every(weight, sharing),
             _every(bias, sharing), False, 0.0, eps,
         )  # fmt: skip
-        return y.resize_(x.shape)  # not a view, so that it may be changed in place
+        y = y.resize_(x.shape)  # not a view, so that it may be changed in place
+        return formatted_like(y, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
         if gradients[0] is None:
             return (None,) * 7
         x, weight, mean, variance = ctx.saved_tensors
-        tile, g, sharing = ctx.tile, gradients[0].contiguous(), ctx.tile.sharing
+        tile, g, sharing = ctx.tile, gradients[0], ctx.tile.sharing
         if not x.numel():  # nothing to add, but the others wait
             tile.group.all_reduce(torch.zeros_like(torch.stack((mean, mean))))
             none = None if weight is None else torch.zeros_like(weight)
@@ -150,7 +153,7 @@ class Normalise(torch.autograd.Function):
         slope = -invert * invert * sums[0] / tile.cells
         shift = -invert * sums[1] / tile.cells - slope * mean
         dx = _combined(x, g, sharing.spread(invert) * w, slope, shift, tile)
-        return dx, grad_weight, grad_bias, None, None, None, None
+        return formatted_like(dx, x), grad_weight, grad_bias, None, None, None, None
 
 
 def _combined(
@@ -321,7 +324,7 @@ def normalised(
 
         def run(a: dict[str, Any]) -> Tensor:
             # Autocast takes some norms in float32, as the recording shows.
-            return work(a, with_halo(a["input"]).to(dtype).contiguous(), here)
+            return work(a, packed(with_halo(a["input"]).to(dtype)), here)
 
         return tile.named(stub, run, *attributes)
 

@@ -27,6 +27,7 @@ from gems.torch.autograd.saved_tensors import PackedTensor
 from gems.torch.autograd.split_backward import WeightGrad, accumulate, watched
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.tile import ForwardContext, Tile
+from gems.torch.tensors.strides import dense_like
 
 Tensor = torch.Tensor
 
@@ -66,9 +67,9 @@ class EdgeOutputs:
     shape: tuple[int, ...]
     parts: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...]
 
-    def read(self, halos: Sequence[Tensor]) -> Tensor:
-        """The halos, and zeros where the tile is or the image ends."""
-        padded = halos[0].new_zeros(self.shape)
+    def read(self, halos: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """The halos, and zeros where the tile is or the image ends, in the weight's format."""
+        padded = dense_like(self.shape, weight).to(halos[0].dtype).zero_()
         for halo, cells, there in self.parts:
             padded[there] = halos[halo][cells]
         return padded
@@ -102,7 +103,7 @@ class OverlapConv(torch.autograd.Function):
         y = plan.whole.forward(x, weight, bias)
         halos = pending.wait()
         for edge in plan.edges:
-            y[edge.out] += plan.narrow.forward(edge.read(halos), weight, None)
+            y[edge.out] += plan.narrow.forward(edge.read(halos, weight), weight, None)
         deferrable = _deferrable(weight) and (bias is None or _deferrable(bias))
         ctx.deferred = plan.context.deferred if deferrable else None
         ctx.plan, ctx.parameters = plan, None if ctx.deferred is None else (weight, bias)
@@ -134,7 +135,7 @@ def _halo_gradients(
     """The gradients of the halos, and what the halos add to the gradient of the weight."""
     asked, dw = [torch.zeros_like(halo) for halo in halos] if wants[0] else [], None
     for edge in plan.edges if any(wants) else ():
-        padded = edge.read(halos)
+        padded = edge.read(halos, weight)
         read, added, _ = plan.narrow.backward(g[edge.out], padded, weight, wants)
         if wants[0]:
             edge.add_gradient(read, asked)
