@@ -95,6 +95,11 @@ class Stream:
         event.record(self)
         return event
 
+    def query(self) -> bool:
+        order = device.record.order
+        last = order.current_sync_states.get(self.cuda_stream, {}).get(self.cuda_stream, -1)
+        return last <= order.host_sync_state.get(self.cuda_stream, -1)
+
     def synchronize(self) -> None:
         device.record.sync("stream.synchronize", self.cuda_stream)
 
@@ -251,7 +256,6 @@ class SimulatedCuda(TorchDispatchMode):
     def _to_host(self, into: Tensor, source: Tensor, *, blocking: bool) -> Tensor:
         stream = stream_of(source.device.index)
         asynchronous = not blocking and is_pinned(into)
-        device.record.host(span(into), writing=True)
         writes = spans([into]) if asynchronous else []
         device.record.launch(stream.cuda_stream, "copy to host", spans([source]), writes)
         device.record.counts.copies["to host"] += 1
@@ -392,7 +396,7 @@ def _register(address: int, size: int, flags: int) -> int:
 
 
 def _unregister(address: int) -> int:
-    del device.record.registered[address]
+    device.record.registered.pop(address, None)  # of another family, if it is not there
     return 0
 
 

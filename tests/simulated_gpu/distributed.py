@@ -125,9 +125,10 @@ class World:
     ) -> Any:
         group = group or self.everyone
         if group.backend == "gloo":
-            _on_host("irecv", tensor)
-            if group.sent:
-                tensor.copy_(group.sent[-1])
+            _on_host("irecv", tensor).zero_()
+            alike = [x for x in group.sent if (x.shape, x.dtype) == (tensor.shape, tensor.dtype)]
+            if alike:
+                tensor.copy_(alike[-1])
             return Done()
         return self._launch("irecv", group, frozenset((self.rank, src)), [], [tensor])
 

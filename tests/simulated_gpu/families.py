@@ -13,6 +13,7 @@ from torch import nn
 
 import gems
 from gems.plans.plan import Plan
+from gems.torch.async_pipeline import AsyncPipeline
 from gems.torch.offload import stores
 from gems.torch.runtime.adapter import TorchAdapter
 from gems.transport import torch_distributed
@@ -52,6 +53,16 @@ FAMILIES = {
     "offloaded weights (l2l)": Family(
         Plan(stages=3, ranks=1, micro_batches=2, schedule="l2l", offload=("weights",))
     ),
+    "offloaded weights, eager steps": Family(
+        Plan(
+            stages=3,
+            ranks=1,
+            micro_batches=2,
+            schedule="l2l",
+            offload=("weights",),
+            optimizer_step="eager",
+        )
+    ),
     "offloaded optimizer": Family(
         Plan(stages=2, ranks=1, schedule="gpipe", offload=("optimizer",))
     ),
@@ -64,7 +75,13 @@ FAMILIES = {
     "1f1b, last stage": Family(Plan(stages=4, micro_batches=8, schedule="1f1b"), rank=3),
     "zero-bubble": Family(Plan(stages=4, micro_batches=8, schedule="zero-bubble"), rank=1),
     "2bw": Family(Plan(stages=3, micro_batches=3, schedule="2bw"), rank=1, steps=3),
-    "2bw, last stage": Family(Plan(stages=3, micro_batches=3, schedule="2bw"), rank=2, steps=3),
+    # It sends no digest of the batch, hence is sent none.
+    "2bw, last stage": Family(
+        Plan(stages=3, micro_batches=3, schedule="2bw"),
+        rank=2,
+        steps=3,
+        mistake=lambda: mock.patch.object(AsyncPipeline, "_same_before", lambda _: True),
+    ),
     "tiles 2x2": Family(Plan(stages=1, spatial=["2x2"])),
     "tiles 4x4": Family(Plan(stages=1, spatial=["4x4"]), rank=5),
     "tiles 4x4, halo d2": Family(Plan(stages=1, spatial=["4x4"], halo="d2"), rank=5),
@@ -93,13 +110,14 @@ def _astray_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-def _packed_on_host() -> AbstractContextManager[Any]:
-    pack = TorchAdapter.pack
+def _unsharded_on_host() -> AbstractContextManager[Any]:
+    unshard = TorchAdapter.unshard
 
-    def packed(*given: Any) -> list[Tensor]:
-        return [x.cpu() for x in pack(*given)]
+    def unsharded(*given: Any) -> Any:
+        buffers, handles = unshard(*given)
+        return [x.cpu() for x in buffers], handles
 
-    return mock.patch.object(TorchAdapter, "pack", packed)
+    return mock.patch.object(TorchAdapter, "unshard", unsharded)
 
 
 _line = FAMILIES["1f1b"]
@@ -110,7 +128,7 @@ MISTAKES = {
     "item in the loss": Family(Plan(stages=1), loss=_reading_loss),
     "one more launch": Family(Plan(stages=1), loss=_longer_loss),
     "another device": Family(Plan(stages=1), loss=_astray_loss),
-    "host tensor over NCCL": Family(_line.plan, 1, mistake=_packed_on_host),
+    "host tensor over NCCL": Family(FAMILIES["zero=3"].plan, mistake=_unsharded_on_host),
 }
 
 
