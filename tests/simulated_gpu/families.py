@@ -121,10 +121,10 @@ def _unsharded_on_host() -> AbstractContextManager[Any]:
 
 
 _line = FAMILIES["1f1b"]
-_store = FAMILIES["offloaded activations"]
+_store = Plan(stages=2, ranks=1, micro_batches=2, schedule="gpipe", offload=("activations",))
 MISTAKES = {
     "no wait for messages": Family(_line.plan, 1, mistake=_no_wait(torch_distributed._Work)),
-    "no wait for copies": Family(_store.plan, mistake=_no_wait(stores._CopyWork)),
+    "no wait for copies": Family(_store, mistake=_no_wait(stores._CopyWork)),
     "item in the loss": Family(Plan(stages=1), loss=_reading_loss),
     "one more launch": Family(Plan(stages=1), loss=_longer_loss),
     "another device": Family(Plan(stages=1), loss=_astray_loss),

@@ -11,10 +11,12 @@ import torch
 
 from gems.engine.executor import Engine
 from gems.torch.offload import activations
+from gems.torch.trainer import Trainer
 from gems.transport import threads, torch_distributed
 from tests.simulated_gpu.cuda import Device, FakeTensor, SimulatedCuda
 from tests.simulated_gpu.distributed import World
 from tests.simulated_gpu.families import FAMILIES, MISTAKES, Family, batches, trainer
+from tests.simulated_gpu.record import Record
 
 
 def run(device: Device, world: World, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -49,19 +51,23 @@ def _measured(device: Device, world: World, family: Family) -> dict[str, Any]:
     world.start(family.rank, family.plan.world)
     alone = family.plan.world == 1
     transport = threads.World(1).rank(0) if alone else torch_distributed.TorchDist()
-    peak, failure = 0, None
+    found: dict[str, Any] = {}
     try:
         with SimulatedCuda(), family.mistake():
             own = trainer(family, transport)
             for images, labels in batches(family):
                 record.begin_step()
                 own.step(images, labels)
-            counts = record.counts
-            peak = own.peak
+            found = _asked(record, world) | _reported(own)
     except Exception as error:  # of a mistake
-        counts, failure = record.counts, f"{type(error).__name__}: {error}"
+        found = _asked(record, world) | {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def _asked(record: Record, world: World) -> dict[str, Any]:
+    counts = record.counts
     return {
-        "error": failure,
+        "error": None,
         "syncs": dict(counts.syncs),
         "inside": dict(counts.inside),
         "launches": dict(counts.launches),
@@ -71,6 +77,18 @@ def _measured(device: Device, world: World, family: Family) -> dict[str, Any]:
         "races": list(record.races),
         "misplaced": list(record.misplaced),
         "allocated": counts.peak,
-        "counted": peak,
         "pinned": sum(record.pinned.values()) + sum(record.registered.values()),
+    }
+
+
+def _reported(own: Trainer) -> dict[str, Any]:
+    """What the trainer itself counted; and its timeline, which is read now."""
+    last = own.session.last
+    assert last is not None
+    seconds = [event.seconds for event in last.timeline.events]
+    return {
+        "counted": own.peak,
+        "offloaded": max(live.offloaded for *_, live in last.stamps),
+        "events": len(seconds),
+        "ordered": min(seconds, default=0.0) >= 0,
     }

@@ -4,9 +4,6 @@
 
 torch's own allocator rounds every block of pinned memory up to a power of two. A segment is plain
 memory that CUDA is asked to pin, so that its bytes are those that were asked for.
-
-[Note: whoever used it last] A span that was freed may still be read or written by a copy that was
-launched before. Its event goes with the span, and the next slot there waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import torch
 from gems.errors import GemsError
 
 Tensor = torch.Tensor
-Events = tuple[torch.cuda.Event, ...]
 SEGMENT = 1 << 20  # bytes, at least: small slots share one
 ALIGNMENT = 512
 PAGE = 4096
@@ -28,12 +24,11 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Span:
-    """Free bytes of a segment. [Note: whoever used it last]"""
+    """Bytes of a segment."""
 
     segment: int
     start: int
     stop: int
-    events: Events = ()
 
     @property
     def size(self) -> int:
@@ -61,21 +56,19 @@ class Arena:
         self.free.remove(found)
         stop = found.start + wanted
         if stop < found.stop:
-            self.free.append(Span(found.segment, stop, found.stop, found.events))
-        taken = Span(found.segment, found.start, stop, found.events)
+            self.free.append(Span(found.segment, stop, found.stop))
+        taken = Span(found.segment, found.start, stop)
         # `.data`: a version of its own, although all share one memory.
         return taken, self.segments[found.segment][found.start : found.start + size].data
 
-    def give(self, span: Span, events: Events = ()) -> None:
-        """Take a span back, of which these events are the last uses."""
+    def give(self, span: Span) -> None:
+        """Take a span back, and join it with the free ones beside it."""
         start, stop = span.start, span.stop
         for other in [other for other in self.free if other.segment == span.segment]:
             if other.stop == span.start or other.start == span.stop:
                 self.free.remove(other)
                 start, stop = min(start, other.start), max(stop, other.stop)
-                events += other.events
-        left = tuple(event for event in events if not event.query())
-        self.free.append(Span(span.segment, start, stop, left))
+        self.free.append(Span(span.segment, start, stop))
 
     def _grow(self, wanted: int) -> Span:
         size = -(-max(wanted, SEGMENT) // PAGE) * PAGE

@@ -56,7 +56,7 @@ class Slot(Protocol):
         ...
 
     def free(self) -> None:
-        """Let another slot have the space."""
+        """Let another slot have the space. All calls must have been waited for."""
         ...
 
 
@@ -131,12 +131,11 @@ class HostStore:
 
 
 class _HostSlot:
-    """Its copies run in order, although on two streams: each waits for the one before, the first
-    for those of the slots that had the memory. [Note: whoever used it last]"""
+    """Its copies run in order, although on two streams: each waits for the one before."""
 
     def __init__(self, store: HostStore, span: Span, memory: Tensor, size: int) -> None:
         self.store, self.span, self.memory, self.size = store, span, memory, size
-        self.events = span.events
+        self.last: torch.cuda.Event | None = None  # copy
 
     def write(self, tensor: Tensor, start: int = 0) -> Work:
         host, given = self.memory[start : start + tensor.nbytes], flat_bytes(tensor)
@@ -154,18 +153,17 @@ class _HostSlot:
             into.copy_(source)
             return Done()
         stream.wait_stream(torch.cuda.current_stream(self.store.device))
-        for event in self.events:
-            stream.wait_event(event)
+        if self.last is not None:
+            stream.wait_event(self.last)
         with torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(stream)
-        self.events = (done,)
-        return _CopyWork(done, given)
+        self.last = torch.cuda.Event()
+        self.last.record(stream)
+        return _CopyWork(self.last, given)
 
     def free(self) -> None:
         self.store.used -= self.size
-        self.store.arena.give(self.span, self.events)
+        self.store.arena.give(self.span)
 
 
 class DiskStore:
