@@ -33,6 +33,9 @@ NO_KERNEL = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
     *(aten.set_, aten.resize_, aten._unsafe_view, aten.lift_fresh, aten.alias, aten.detach),
 }
+PROPERTIES = SimpleNamespace(
+    name="simulated", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
+)
 _streams = itertools.count(16)
 _events = itertools.count(1)
 _own = threading.local()
@@ -420,10 +423,16 @@ def install(library: Path) -> Device:
         "synchronize": lambda device_=None: device.record.sync("synchronize"),
         "default_generators": (torch.Generator(), torch.Generator()),
         "is_bf16_supported": lambda *_, **__: True,
+        "get_device_properties": lambda index=None: PROPERTIES,
+        "mem_get_info": lambda index=None: (PROPERTIES.total_memory,) * 2,
+        "reset_peak_memory_stats": lambda index=None: None,
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=_register, cudaHostUnregister=_unregister
         ),
     }
+    for name in ("memory_allocated", "memory_reserved"):
+        changes[name] = lambda index=None: device.record.live
+        changes[f"max_{name}"] = lambda index=None: device.record.counts.peak
     methods: dict[str, Any] = {
         "record_stream": _record_stream,
         "data_ptr": _data_ptr(Tensor.data_ptr),
