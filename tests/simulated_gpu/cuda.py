@@ -50,6 +50,7 @@ class Device:
 
     def restart(self) -> Record:
         self.record = Record(HOME)
+        self.library.set_simulated_device(0)
         return self.record
 
     @property

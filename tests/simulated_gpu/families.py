@@ -15,8 +15,7 @@ import gems
 from gems.plans.plan import Plan
 from gems.torch.async_pipeline import AsyncPipeline
 from gems.torch.offload import stores
-from gems.torch.runtime.adapter import TorchAdapter
-from gems.transport import torch_distributed
+from gems.transport import communicators, torch_distributed
 
 Tensor = torch.Tensor
 SIZE = 64  # of an image
@@ -106,18 +105,17 @@ def _longer_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _astray_loss(output: Tensor, target: Tensor) -> Tensor:
-    torch.zeros(3, device="cuda")  # of the current device, which need not be the rank's
+    torch.zeros(3, device="cuda:0")  # which is not the rank's
     return nn.functional.cross_entropy(output, target)
 
 
-def _unsharded_on_host() -> AbstractContextManager[Any]:
-    unshard = TorchAdapter.unshard
+def _exchanged_on_host() -> AbstractContextManager[Any]:
+    batch = communicators.batch
 
-    def unsharded(*given: Any) -> Any:
-        buffers, handles = unshard(*given)
-        return [x.cpu() for x in buffers], handles
+    def batched(sends: Any, receives: Any, group: Any) -> Any:
+        return batch([(x.cpu(), target) for x, target in sends], receives, group)
 
-    return mock.patch.object(TorchAdapter, "unshard", unsharded)
+    return mock.patch.object(communicators, "batch", batched)
 
 
 _line = FAMILIES["1f1b"]
@@ -128,7 +126,7 @@ MISTAKES = {
     "item in the loss": Family(Plan(stages=1), loss=_reading_loss),
     "one more launch": Family(Plan(stages=1), loss=_longer_loss),
     "another device": Family(Plan(stages=1), loss=_astray_loss),
-    "host tensor over NCCL": Family(FAMILIES["zero=3"].plan, mistake=_unsharded_on_host),
+    "host tensor over NCCL": Family(FAMILIES["tiles 2x2"].plan, mistake=_exchanged_on_host),
 }
 
 
