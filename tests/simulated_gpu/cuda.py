@@ -243,7 +243,7 @@ class SimulatedCuda(TorchDispatchMode):
             return self._read(kind, gpu)
         if gpu is not None and kind is aten._to_copy and _target(kwargs) == "cpu":
             into = torch.empty(gpu.shape, dtype=kwargs.get("dtype") or gpu.dtype)
-            return self._to_host(into.zero_(), gpu, blocking=not kwargs.get("non_blocking"))
+            return self._to_host(into, gpu, blocking=not kwargs.get("non_blocking"))
         if gpu is not None and kind is aten.copy_ and not is_gpu(args[0]):
             return self._to_host(args[0], args[1], blocking=not _flag(args, kwargs, 2))
         pinned = kwargs.pop("pin_memory", False)
@@ -258,6 +258,7 @@ class SimulatedCuda(TorchDispatchMode):
         return 1.0 if x.dtype.is_floating_point else 1
 
     def _to_host(self, into: Tensor, source: Tensor, *, blocking: bool) -> Tensor:
+        into.detach().zero_()  # there are no numbers, and memory that nobody wrote may hold any
         stream = stream_of(source.device.index)
         asynchronous = not blocking and is_pinned(into)
         writes = spans([into]) if asynchronous else []
