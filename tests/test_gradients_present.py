@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gems.plans.plan import Plan
+from gems.torch.autograd import absent_gradient
 from gems.torch.autograd.absent_gradient import PATTERN, absent, is_absent
+from gems.torch.runtime import reshard
 from gems.transport.protocol import Transport
 from tests import exact
 from tests.exact import assert_equal, batches, join, plainly, same_state
@@ -235,6 +238,28 @@ def test_over_gloo_too_and_a_short_last_batch_does_not_hang(name: str) -> None:
     expected = plainly(network(1, kinds), data(1, 1), PLANS[name].total, by_sample, sgd)
     assert found.losses == pytest.approx(expected.losses, rel=1e-10)
     same_state(found.state, expected.state)
+
+
+# --- by notes, as on a GPU ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1f1b", "copies, eager", "gems", "interleaved", "2bw"])
+def test_notes_beside_the_messages_tell_the_same(name: str) -> None:
+    """Gradients on a GPU are not looked at: a note in host memory tells which are absent."""
+    with (
+        mock.patch.object(absent_gradient, "by_note", lambda device: True),
+        mock.patch.object(reshard, "by_note", lambda device: True),
+    ):
+        test_the_same_parameters_have_gradients_as_in_the_plain_model(name)
+
+
+@pytest.mark.parametrize("loss", ["early", "half"])
+def test_notes_tell_the_same_on_tiles(loss: str) -> None:
+    with (
+        mock.patch.object(absent_gradient, "by_note", lambda device: True),
+        mock.patch.object(reshard, "by_note", lambda device: True),
+    ):
+        test_on_tiles_too("tiles", loss)
 
 
 # --- what stands for no gradient ------------------------------------------------------------------

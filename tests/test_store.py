@@ -11,6 +11,7 @@ import torch
 from gems.errors import GemsError, PlanError
 from gems.plans.offload import offload_of, place_of
 from gems.plans.plan import Plan
+from gems.torch.offload.arena import SEGMENT, Arena
 from gems.torch.offload.stores import DiskStore, make_store
 
 CPU = torch.device("cpu")
@@ -55,6 +56,19 @@ def test_room_that_was_freed_is_used_again(place: str, tmp_path: Path) -> None:
     if isinstance(home, DiskStore):
         assert os.fstat(home.file.fileno()).st_size == 1000
     home.close()
+
+
+def test_an_arena_gives_the_smallest_span_that_fits_and_joins_what_is_given_back() -> None:
+    arena = Arena(pinned=False)
+    taken = [arena.take(size) for size in (1000, 3 << 20, 512)]
+    assert [len(memory) for _, memory in taken] == [1000, 3 << 20, 512]
+    assert arena.size == SEGMENT + (3 << 20)  # small ones share a segment, a large one has its own
+    for _, memory in taken:
+        memory.fill_(1)
+    for span, _ in taken:
+        arena.give(span)
+    assert sorted(span.size for span in arena.free) == [SEGMENT, 3 << 20]
+    assert arena.take(2 << 20)[0].segment == 1 and arena.size == SEGMENT + (3 << 20)
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:

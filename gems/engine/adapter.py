@@ -136,10 +136,14 @@ class Adapter(Protocol):
         """Bytes of these buffers."""
         ...
 
+    def start_clock(self) -> None:
+        """A step begins, and its stamps count from here."""
+        ...
+
     def stamp(self) -> Any:
         """Now, on the clock of the device."""
         ...
 
     def seconds(self, stamp: Any) -> tuple[float, float]:
-        """Wall and CPU seconds of a stamp, once the step is over."""
+        """Wall and CPU seconds of a stamp. The host waits until the device has come there."""
         ...

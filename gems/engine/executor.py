@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from gems.engine.adapter import Adapter, Tensors
+from gems.engine.measured import Measured, Stamped
 from gems.engine.messages import Messages
 from gems.errors import ScheduleError, note
 from gems.plans.plan import Plan
-from gems.predict.timeline import Event, Memory, Meter, Timeline
+from gems.predict.timeline import Meter
 from gems.schedule.action import OF_STAGE, WHOLE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
 from gems.schedule.lower.reduce import last_backwards, overlaps, start_of_update
@@ -53,21 +54,22 @@ class Engine:
         self.end = start_of_update(self.actions, plan)
         self.last = last_backwards(self.actions, plan)
 
-    def step(self, number: int = 0) -> Timeline:
+    def step(self, number: int = 0) -> Measured:
         """Run all actions once but the update at the end, if there is one: before that, ranks must
         know that all gradients are good."""
         self.clear()
+        self.adapter.start_clock()
         return self.run(self.actions[: self.end], self.receipts, number)
 
-    def finish(self, number: int = 0) -> Timeline:
-        """Run the update. The timeline is that of the whole step."""
+    def finish(self, number: int = 0) -> Measured:
+        """Run the update. What was measured is that of the whole step."""
         stamps, meter = self.stamps, self.meter
         self.run(self.actions[self.end :], {}, number)
         self.stamps = [*stamps, *self.stamps]
         if meter.peak.total >= self.meter.peak.total:
             self.meter.peak = meter.peak
         self.meter.max_in_flight = meter.max_in_flight
-        return self._timeline()
+        return self._measured()
 
     def clear(self) -> None:
         """Nothing is in flight."""
@@ -79,11 +81,11 @@ class Engine:
 
     def run(
         self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
-    ) -> Timeline:
+    ) -> Measured:
         """Some actions, after those before. Unless it `ends`, what is in flight stays so."""
         self.meter = self.meter.continued()
         self.messages.attach(self.meter, receipts)
-        self.stamps: list[tuple[Action, Any, Any, Memory]] = []
+        self.stamps: list[Stamped] = []
         self.at = "the start"
         try:
             for action in actions:
@@ -96,7 +98,7 @@ class Engine:
             note(error, f"rank {self.transport.rank}, step {number}, at {self.at}")
             self.transport.fail(error)
             raise
-        return self._timeline()
+        return self._measured()
 
     def _run(self, action: Action) -> None:
         log.debug("rank %s %s", self.transport.rank, action)
@@ -313,18 +315,9 @@ class Engine:
         self.adapter.finish_load(begun.stage, begun.micro_batch)
         self.meter.end_load(self._saved(begun)[0])
 
-    # --- what was measured --------------------------------------------------------------------
-
-    def _timeline(self) -> Timeline:
-        events, memory = [], []
-        for action, begin, end, live in self.stamps:
-            (start, cpu_start), (stop, cpu_stop) = map(self.adapter.seconds, (begin, end))
-            events.append(
-                Event(self.transport.rank, str(action), start, stop, cpu_stop - cpu_start)
-            )
-            memory.append((stop, live))
-        peaks, most = (self.meter.peak,), (self.meter.max_in_flight,)
-        return Timeline(tuple(events), memory=(tuple(memory),), peaks=peaks, max_in_flight=most)
+    def _measured(self) -> Measured:
+        meter, seconds = self.meter, self.adapter.seconds
+        return Measured(self.transport.rank, self.stamps, meter.peak, meter.max_in_flight, seconds)
 
 
 Begin = Callable[[], Work]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gems.engine.adapter import Adapter
 from gems.engine.executor import Engine, Update
+from gems.engine.measured import Measured
 from gems.plans.plan import Plan
-from gems.predict.timeline import Timeline
 from gems.schedule.action import Schedule
 from gems.schedule.async_window import AT_ONCE, Window, windows
 from gems.schedule.lower.messages import receipts
@@ -30,7 +30,7 @@ class AsynchronousPipeline:
         self.engine = Engine(plan.on_end(AT_ONCE), nothing, adapter, transport, update)
         self.going = False
 
-    def step(self, batch: int, number: int = 0) -> Timeline:
+    def step(self, batch: int, number: int = 0) -> Measured:
         """The window of a batch."""
         if not self.going:
             self.engine.clear()
@@ -38,11 +38,12 @@ class AsynchronousPipeline:
         self.going = True
         return self._run(part[batch % AT_ONCE], number, ends=False)
 
-    def drain(self, batch: int, number: int = 0) -> Timeline:
+    def drain(self, batch: int, number: int = 0) -> Measured:
         """Run the rest of the last batch. Nothing is in flight then."""
         found = self._run(self.windows.drain[batch % AT_ONCE], number, ends=True)
         self.going = False
         return found
 
-    def _run(self, window: Window, number: int, *, ends: bool) -> Timeline:
+    def _run(self, window: Window, number: int, *, ends: bool) -> Measured:
+        self.engine.adapter.start_clock()
         return self.engine.run(window.actions, window.proofs, number, ends=ends)

@@ -3,11 +3,11 @@
 Nothing here waits for a rank that this one does not wait for anyway. What all ranks must agree on
 is sent around in one window and looked at in the next, where an update needs it:
 
-    window t    tell all ranks that this is a step, not a flush          (looked at in window t + 1)
+    window t    tell the loss of batch t - 1                             (for its update)
+                tell all ranks that this is a step, not a flush          (looked at in window t + 1)
                 see that the stages before were given the same batch     (their digest comes first)
                 run the window; in it, right before the update of batch t - 1:
-                    loss of batch t - 1, was it the same everywhere      (begun in window t - 1)
-                tell the loss of batch t                                 (looked at in window t + 1)
+                    loss of batch t - 1, was it the same everywhere
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gems.engine.measured import Measured
 from gems.engine.windows import AsynchronousPipeline
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, problems
 from gems.plans.plan import Plan
-from gems.predict.timeline import Timeline
 from gems.schedule.action import Schedule
 from gems.torch.consensus import Claim, agree, listed
 from gems.torch.handshake import Handshake
@@ -83,7 +83,7 @@ class Driver(Protocol):
     handshake: Handshake
     steps: int
     failed: BaseException | None
-    measured: Timeline | None
+    last: Any
 
     def reject_unusable(self) -> None: ...
 
@@ -103,6 +103,7 @@ class AsyncPipeline:
             session.plan, session.schedule, adapter, session.transport, self._update
         )
         self.reports: deque[BatchReport] = deque()  # of batches whose update is still to come
+        self.unreported = False  # whether the last batch is yet to be reported
         self.loss, self.interrupted = math.nan, False  # of the last one that was updated
         self.modes = self._modes()
         self.wrong: str | None = None  # a loss that no update can be made of
@@ -158,6 +159,7 @@ class AsyncPipeline:
         batch = split(inputs, targets, session.plan.total, session.batch_dim)
         first = not self.engine.going
         if not first:
+            self._begin_report()
             self._announce("step")
         mode = session.runner.programs.modes()
         self._same(session.handshake.claim("step", batch, (inputs, targets), mode), first)
@@ -169,9 +171,9 @@ class AsyncPipeline:
                 f"the model does not take inputs {describe(batch.inputs[0])}: {error}"
             ) from error
         self.modes = self._modes()
-        session.measured = self._carry_out(self.engine.step)
+        session.last = self._carry_out(self.engine.step)
         session.steps += 1
-        self._begin_report()
+        self.unreported = True
         if self.wrong:
             self.flush()
         loss, stop = (math.nan, False) if first else (self.loss, self.interrupted)
@@ -183,6 +185,7 @@ class AsyncPipeline:
         if not self.engine.going:
             return None
         start = perf_counter()
+        self._begin_report()
         self._announce("flush")
         while self.calls:
             self._same_calls()
@@ -239,7 +242,7 @@ class AsyncPipeline:
         self.batches.versions.resume(older)
         self.batches.restart()
 
-    def _carry_out(self, window: Callable[[int, int], Timeline]) -> Timeline:
+    def _carry_out(self, window: Callable[[int, int], Measured]) -> Measured:
         try:
             return window(self.batches.begun - 1, self.session.steps)
         except BaseException as error:
@@ -302,7 +305,7 @@ class AsyncPipeline:
         pipeline find out before they update.)"""
         plan, to = self.session.plan, self.transport
         stage = plan.stages_on[to.rank][0]
-        own = torch.tensor([self.digest], device=self.session.device)
+        own = torch.tensor([self.digest])  # over the host, which would have to wait for a GPU
         replica = next(r for r, row in enumerate(plan.spatial_groups) if to.rank in row[stage])
         behind = [r for s in plan.sinks[stage] for r in plan.spatial_group_of(s, replica)]
         before = [r for s in plan.sources[stage] for r in plan.spatial_group_of(s, replica)]
@@ -316,10 +319,15 @@ class AsyncPipeline:
         return all(torch.equal(digest, own) for digest in received)
 
     def _begin_report(self) -> None:
-        """This rank's part of what is to be known of a batch, once its forwards are done."""
-        session = self.session
+        """This rank's part of what is to be known of the last batch, once its forwards are done.
+        The host waits for those, not for the backwards behind them."""
+        if not self.unreported:
+            return
+        self.unreported = False
+        session, state = self.session, self.batches.newest()
         stop = session.interrupt is not None and session.interrupt.wanted
-        parts = [session.runner.loss.of_step(self.batches.newest()), stop, *_hash(self.digest)]
+        loss = session.runner.loss.of_step(state, state.read_losses().values())
+        parts = [loss, stop, *_hash(self.digest)]
         sums = torch.tensor(parts, dtype=torch.float64)
         everyone = tuple(range(self.transport.world))
         handle = self.transport.all_reduce(sums, everyone)

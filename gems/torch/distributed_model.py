@@ -14,6 +14,7 @@ from torch import nn
 
 from gems import hardware as machines
 from gems.engine.executor import Engine
+from gems.engine.measured import Measured
 from gems.errors import GemsError, PlanError, ShapeError
 from gems.model.costs import Costs
 from gems.planner.reserve import reserved
@@ -103,7 +104,7 @@ class DistributedModel:
         self.first = 0  # those of the first batch of them
         self.updates = True  # whether an optimizer step follows the last batch
         self.closed = False
-        self.measured: Timeline | None = None  # of the last step or prediction, on this rank
+        self.last: Measured | None = None  # step or prediction, on this rank
         self.failed: BaseException | None = None  # what left this session unusable
 
         def prepare() -> None:
@@ -185,7 +186,7 @@ class DistributedModel:
             with torch.no_grad():
                 self.handshake.batch("predict", inputs, None, self._begin_prediction)
                 self.part.connect_stages(self.state.partitions.values())
-                self.measured = self._run_prediction()
+                self.last = self._run_prediction()
                 return collect(self.state, self.plan, self.transport)
         finally:
             self.weights.release_leaked_views()
@@ -195,7 +196,7 @@ class DistributedModel:
     def _begin_prediction(self, batch: Batch) -> None:
         self.batches.state = begin_step(self.runner, batch, self.steps, training=False)
 
-    def _run_prediction(self) -> Timeline:
+    def _run_prediction(self) -> Measured:
         try:
             return self.predictor.step(self.steps)
         except BaseException as error:  # nothing has changed, but the others wait for messages
@@ -289,22 +290,25 @@ class DistributedModel:
         states = self.transport.all_gather_object(state / trained if trained else 0.0)
         return simulate(self.schedule, self.plan, self.costs, self.machine, state=max(states))
 
+    @property
+    def measured(self) -> Timeline | None:
+        """The last step or prediction, as this rank measured it. Waits for a GPU to finish it."""
+        return None if self.last is None else self.last.timeline
+
     def timeline(self) -> Timeline:
         """The last step as all ranks measured it. All ranks must call it."""
-        if self.measured is None:
+        if self.last is None:
             raise GemsError("nothing has run yet; call step first")
         self.reject_unusable()
         self.handshake.call("timeline")
-        peak = self.allocator_peak
-        mine = self.measured if peak is None else replace(self.measured, allocator=(peak,))
+        peak, mine = self.allocator_peak, self.last.timeline
+        mine = mine if peak is None else replace(mine, allocator=(peak,))
         return merged(self.transport.all_gather_object(mine))
 
     @property
     def peak(self) -> int:
         """Most live bytes of this rank in the last step or prediction."""
-        if self.measured is None:
-            return 0
-        return max((memory.total for memory in self.measured.peaks), default=0)
+        return 0 if self.last is None else self.last.peak.total
 
     @property
     def allocator_peak(self) -> tuple[int, int] | None:

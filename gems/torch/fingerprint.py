@@ -24,14 +24,17 @@ LARGE = 1 << 28  # bytes that are read whole where all is asked for
 CELLS = 1 << 12  # of what is larger, so many cells, evenly spread
 
 
-def of_batch(tree: Any, *, thorough: bool) -> int:
+def of_batch(tree: Any, *, thorough: bool, reads_gpu: bool = True) -> int:
     """What a batch holds. Large tensors are sampled; `thorough` reads all of those that fit LARGE,
-    and a few cells of arrays that are read box by box."""
+    and a few cells of arrays that are read box by box. Unless it `reads_gpu`, for which the host
+    would wait, only shapes and types of tensors there are compared."""
     leaves, form = pytree.tree_flatten(tree)
-    return key(str(form), *(_of_leaf(x, thorough) for x in leaves))
+    return key(str(form), *(_of_leaf(x, thorough, reads_gpu) for x in leaves))
 
 
-def _of_leaf(x: Any, thorough: bool) -> Any:
+def _of_leaf(x: Any, thorough: bool, reads_gpu: bool) -> Any:
+    if isinstance(x, Tensor) and x.is_cuda and not reads_gpu:
+        return key("cuda", tuple(x.shape), str(x.dtype))
     if isinstance(x, Tensor):
         return of_tensor(x, whole=LARGE if thorough else SMALL)
     if isinstance(x, Lazy):

@@ -116,7 +116,11 @@ class Handshake:
             progress=self._progress(),
             model=key(mode, self.session.runner.programs.recordings.digest),
             settings=self._settings(),
-            batch=key(batch.sizes, first, fingerprint.of_batch(given, thorough=thorough)),
+            batch=key(
+                batch.sizes,
+                first,
+                fingerprint.of_batch(given, thorough=thorough, reads_gpu=thorough),
+            ),
             given=f"step {steps}, {first} first of {batch.samples} samples",
         )
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PlanError
-from gems.predict.timeline import Timeline
 from gems.torch.async_pipeline import AsyncPipeline
 from gems.torch.consensus import attempt
 from gems.torch.distributed_model import DistributedModel
@@ -33,6 +32,7 @@ from gems.torch.state.rank_optimizer import (
 )
 from gems.torch.state.rollback import Rollback
 from gems.torch.step import Step
+from gems.torch.tensors.reading import Reading
 from gems.transport.protocol import Done, Work
 
 
@@ -65,7 +65,6 @@ class Session(DistributedModel):
     """
 
     failed: BaseException | None
-    measured: Timeline | None
 
     def _prepare_training(self) -> None:
         self.scale = LossScale() if self.precision == "fp16" else None
@@ -126,7 +125,7 @@ class Session(DistributedModel):
             raise
         try:
             with self._stepping():
-                self.measured = self.engine.step(self.steps)
+                self.last = self.engine.step(self.steps)
             self.state.finish_running_stats(self.weights)
             self.window += batch.samples
             self.steps += 1
@@ -228,7 +227,7 @@ class Session(DistributedModel):
             for stage in own.by_stage.unstepped():
                 own.by_stage.step(stage, factor)
         self.chosen, self.factor = chosen, factor
-        self.measured = self.engine.finish(self.steps)
+        self.last = self.engine.finish(self.steps)
         for own in chosen:
             own.step_scheduler(self.result.loss)
 
@@ -256,7 +255,8 @@ class Session(DistributedModel):
         """A stage's gradients are complete, and its step need not wait for the others'."""
         if not self.updates:  # more batches will add to these gradients
             return 0, Done()
-        for i, loss in ((i, float(loss)) for i, loss in self.state.losses):
+        values = self.state.read_losses().values()
+        for (i, _), loss in zip(self.state.losses, values, strict=True):
             if not math.isfinite(loss):
                 raise LossError(
                     f"the loss of micro-batch {i} is {loss} in step {self.steps}; no update was "
@@ -377,12 +377,15 @@ def _reject_batch(session: Session) -> None:
 
 def _agree_on_loss(session: Session, update: bool) -> tuple[float, float, bool]:
     """The batch's loss, the gradient's norm, whether a rank was told to stop: each rank has a
-    part of them."""
-    wants_norm = update and session.weights.needs_norm
-    mine = session.weights.square_norm() if wants_norm else 0.0
+    part of them. The one place of a step where the host waits for a GPU."""
+    state, wants_norm = session.state, update and session.weights.needs_norm
+    squares = session.weights.square_norms() if wants_norm else []
+    losses = state.read_losses()  # begun after the last forward
+    others = Reading([*(value for _, value in state.penalties), *squares]).values()
     stop = session.interrupt is not None and session.interrupt.wanted
-    loss = session.runner.loss.of_step(session.state)
-    parts = torch.tensor([loss, mine, stop], dtype=torch.float64)
+    count = len(state.penalties)
+    loss = session.runner.loss.of_step(state, losses.values(), others[:count])
+    parts = torch.tensor([loss, sum(others[count:]), stop], dtype=torch.float64)
     session.transport.all_reduce(parts, tuple(range(session.transport.world))).wait()
     loss, square, stops = parts.tolist()
     return loss, math.sqrt(square) if square >= 0 else math.nan, stops > 0

@@ -57,7 +57,7 @@ from gems.transport.protocol import (
 from gems.transport.sockets import hang_up, hung_up
 
 TAGS = 1 << 20  # per channel
-ON_HOST = 2  # a channel of messages
+ON_HOST, NOTES = 2, 3  # channels of messages over gloo, whatever the backend
 TIMEOUT = 60.0  # seconds without a sign of life
 COMING_BACK = 6.0  # seconds for a host that waits for a GPU, once a rank is lost
 SAME = "All ranks must be given the same model, sample and plan"
@@ -165,11 +165,16 @@ class TorchDist:
 
     def isend(self, buffer: torch.Tensor, target: int) -> Work:
         what = f"sending from rank {self.rank} to rank {target}"
-        return self._messages([(buffer, target)], [], SUMS, what)
+        return self._messages([(buffer, target)], [], self._channel(buffer), what)
 
     def irecv(self, buffer: torch.Tensor, source: int) -> Work:
         what = f"receiving on rank {self.rank} from rank {source}"
-        return self._messages([], [(buffer, source)], SUMS, what)
+        return self._messages([], [(buffer, source)], self._channel(buffer), what)
+
+    def _channel(self, buffer: torch.Tensor) -> int:
+        """Of a message between stages: beside NCCL, host memory travels over gloo."""
+        on_host = buffer.device.type == "cpu" and self.backend == "nccl"
+        return NOTES if on_host else SUMS
 
     def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
         what = f"exchanging on rank {self.rank} with ranks {listed(ranks)}"
@@ -208,7 +213,7 @@ class TorchDist:
         found = self.communicators
         self.counts[(*link, channel)] += 1
         tag = self.counts[(*link, channel)] % TAGS + TAGS * channel
-        if channel == ON_HOST:
+        if channel in (ON_HOST, NOTES):
             return {"group": found.host, "tag": tag}
         if self.backend == "nccl":
             return {"group": found.find(found.links, link, what)}

@@ -52,7 +52,6 @@ class OffloadedState:
                 self._free(storage)
         for handle in handles:
             handle.wait()
-        self.store.finish()
         size = sum(tensor.nbytes for tensor in written)
         for tensor in written:
             memory = tensor.untyped_storage()

@@ -1,8 +1,8 @@
 """Stores for offloaded memory, on the host or on disk; each tensor is a slot of a store.
 
-Copies overlap with compute: on a GPU they run on a stream of their own, to and from pinned memory;
-on disk a thread reads and writes. Calls return a `Work`; the tensor must stay as it is until it was
-waited for. The operations of a slot run in the order in which they were called.
+Copies overlap with compute: on a GPU they run on two streams of their own, to pinned memory and
+back; on disk a thread reads and writes. Calls return a `Work`; the tensor must stay as it is until
+it was waited for. The operations of a slot run in the order in which they were called.
 
     slot = store.slot(tensor.nbytes)
     slot.write(tensor).wait()        the bytes are there, and the tensor may be freed
@@ -21,13 +21,16 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from gems.errors import GemsError
+from gems.torch.offload.arena import Arena, Span
+from gems.torch.offload.worker import worker
 from gems.transport.protocol import Done, Work
 
 Tensor = torch.Tensor
@@ -53,7 +56,7 @@ class Slot(Protocol):
         ...
 
     def free(self) -> None:
-        """Let another slot have the space."""
+        """Let another slot have the space. All calls must have been waited for."""
         ...
 
 
@@ -91,66 +94,76 @@ def _view(memory: Tensor) -> memoryview:
 
 
 class _CopyWork:
-    """A copy on the store's CUDA stream. The current stream waits for it, not the host."""
+    """A copy on a CUDA stream of the store. The current stream waits for it, not the host; until
+    then it has the device's tensor, so that its memory is not reused."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, tensor: Tensor) -> None:
+        self.event, self.tensor = event, tensor
+        self.device = tensor.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+        del self.tensor
 
 
 class HostStore:
-    """Host memory; pinned, if the device is a GPU."""
+    """Host memory; pinned, if the device is a GPU. Copies there and back have a stream each, so
+    that one direction does not wait for the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.gpu = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.gpu else None
-        self.spare: dict[int, list[Tensor]] = defaultdict(list)
+        self.out, self.back = (torch.cuda.Stream(device) if self.gpu else None for _ in range(2))
+        self.arena = Arena(pinned=self.gpu)
         self.used = 0
 
     def slot(self, size: int) -> Slot:
-        spare = self.spare[size]
-        memory = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self.gpu)
         self.used += size
-        return _HostSlot(self, memory)
-
-    def copy(self, into: Tensor, source: Tensor) -> Work:
-        if self.stream is None or not (into.is_cuda or source.is_cuda):
-            self.finish()  # the stream may still be writing to this host memory
-            into.copy_(source)
-            return Done()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            into.copy_(source, non_blocking=True)
-            on_device = source if source.is_cuda else into
-            on_device.record_stream(self.stream)  # the allocator does not reuse it before
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return _CopyWork(event)
+        return _HostSlot(self, *self.arena.take(size), size)
 
     def finish(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
+        for stream in (self.out, self.back):
+            if stream is not None and not stream.query():
+                stream.synchronize()
 
     def close(self) -> None:
-        self.spare.clear()
+        self.arena = Arena(pinned=self.gpu)
 
 
 class _HostSlot:
-    def __init__(self, store: HostStore, memory: Tensor) -> None:
-        self.store, self.memory, self.size = store, memory, memory.numel()
+    """Its copies run in order, although on two streams: each waits for the one before."""
+
+    def __init__(self, store: HostStore, span: Span, memory: Tensor, size: int) -> None:
+        self.store, self.span, self.memory, self.size = store, span, memory, size
+        self.last: torch.cuda.Event | None = None  # copy
 
     def write(self, tensor: Tensor, start: int = 0) -> Work:
-        return self.store.copy(self.memory[start : start + tensor.nbytes], flat_bytes(tensor))
+        host, given = self.memory[start : start + tensor.nbytes], flat_bytes(tensor)
+        return self._copy(host, given, given, self.store.out)
 
     def read(self, into: Tensor, start: int = 0) -> Work:
-        return self.store.copy(flat_bytes(into), self.memory[start : start + into.nbytes])
+        host, given = self.memory[start : start + into.nbytes], flat_bytes(into)
+        return self._copy(given, host, given, self.store.back)
+
+    def _copy(
+        self, into: Tensor, source: Tensor, given: Tensor, stream: torch.cuda.Stream | None
+    ) -> Work:
+        if stream is None or not given.is_cuda:
+            self.store.finish()  # a stream may still be writing to this host memory
+            into.copy_(source)
+            return Done()
+        stream.wait_stream(torch.cuda.current_stream(self.store.device))
+        if self.last is not None:
+            stream.wait_event(self.last)
+        with torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+        self.last = torch.cuda.Event()
+        self.last.record(stream)
+        return _CopyWork(self.last, given)
 
     def free(self) -> None:
         self.store.used -= self.size
-        self.store.spare[self.size].append(self.memory)  # pinning anew takes long
+        self.store.arena.give(self.span)
 
 
 class DiskStore:
@@ -165,7 +178,8 @@ class DiskStore:
                 f"cannot make a file for offloaded memory in {folder or tempfile.gettempdir()}: "
                 f"{error}. Give another folder"
             ) from error
-        self.worker = ThreadPoolExecutor(1, "gems-disk")
+        self.worker = worker("gems-disk", device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.spare: dict[int, list[int]] = defaultdict(list)
         self.end = self.used = 0
 
@@ -179,7 +193,7 @@ class DiskStore:
 
     def begin(self, work: Callable[[Tensor, int], None], memory: Tensor, at: int) -> Work:
         """Have the thread do it; on a GPU after all kernels that were launched so far, which may
-        still use the memory."""
+        still use the memory, and on a stream of its own, beside those that are launched later."""
         event = torch.cuda.Event() if memory.is_cuda else None
         if event is not None:
             event.record(torch.cuda.current_stream(self.device))
@@ -187,7 +201,8 @@ class DiskStore:
         def after_event() -> None:
             if event is not None:
                 event.synchronize()
-            work(memory, at)
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                work(memory, at)
 
         return _FileWork(self.worker.submit(after_event))
 

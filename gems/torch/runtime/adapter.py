@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +65,7 @@ class TorchAdapter:
         self.runner, self.batches = runner, batches
         self.plan, self.weights = runner.plan, runner.weights
         self.device, self.rank = runner.programs.device, runner.weights.rank
-        self.first_stamp: Any = None
+        self.start_clock()
 
     def skips(self, micro_batch: int) -> bool:
         state, i = self.batches.at(micro_batch)
@@ -75,7 +75,17 @@ class TorchAdapter:
 
     def forward(self, stage: int, micro_batch: int, received: Tensors) -> Tensors:
         state, i = self.batches.running(micro_batch)
-        return self.runner.forward(state, stage, i, received)
+        found = self.runner.forward(state, stage, i, received)
+        if state.training and stage == self.plan.depth - 1:
+            self._read_losses(state)
+        return found
+
+    def _read_losses(self, state: StepState) -> None:
+        """Begin to read the losses as soon as all are there, so that nobody who wants them waits
+        for the backwards that follow."""
+        groups = (self.plan.spatial_group_for(self.plan.depth - 1, i) for i in state.position)
+        if len(state.losses) == sum(self.rank in group for group in groups):
+            state.read_losses()
 
     def recompute(self, stage: int, micro_batch: int) -> None:
         state, i = self.batches.running(micro_batch)
@@ -193,21 +203,39 @@ class TorchAdapter:
         return replace(found, weights=found.weights + self.batches.version_bytes)
 
     def size(self, buffers: Sequence[Tensor]) -> int:
-        return size(buffers)
+        """On the device: of notes in host memory nothing is counted."""
+        return size([x for x in buffers if x.device.type == self.device.type])
+
+    def start_clock(self) -> None:
+        """Of a GPU: the host's seconds, and an event. Events tell milliseconds between each other
+        in float32, which is too coarse after some hours; so a clock runs for one step."""
+        gpu = self.device.type == "cuda"
+        self.clock = (time.perf_counter(), self._event()) if gpu else None
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def stamp(self) -> Any:
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
+        if self.clock is not None:
+            return _DeviceStamp(*self.clock, self._event())
         return time.perf_counter(), time.thread_time()
 
     def seconds(self, stamp: Any) -> tuple[float, float]:
-        """On a GPU both are the device's time since the first stamp of the run."""
-        if isinstance(stamp, tuple):
-            return stamp
-        if self.first_stamp is None:
-            self.first_stamp = stamp
-        stamp.synchronize()
-        passed = self.first_stamp.elapsed_time(stamp) / 1e3
-        return passed, passed
+        """On a GPU both are the device's time."""
+        return stamp.seconds() if isinstance(stamp, _DeviceStamp) else stamp
+
+
+@dataclass(frozen=True)
+class _DeviceStamp:
+    """An event, and where its clock started: at the host's seconds, and at another event."""
+
+    started: float
+    first: torch.cuda.Event
+    event: torch.cuda.Event
+
+    def seconds(self) -> tuple[float, float]:
+        self.event.synchronize()
+        found = self.started + self.first.elapsed_time(self.event) / 1e3
+        return found, found

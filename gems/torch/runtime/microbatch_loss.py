@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,15 +94,18 @@ class MicrobatchLoss:
         if self.penalty is not None:
             share = self._weighted(1.0, state, stage, i)
             value, root = self.penalty.of(stage)
-            state.penalty += value * share
+            state.penalties += [] if value is None else [(share, value)]
             if root is not None:
                 found.append((root[0], root[1] * (state.scale * share)))
         return found
 
-    def of_step(self, state: StepState) -> float:
-        """This rank's share of the step's loss."""
+    def of_step(
+        self, state: StepState, losses: Sequence[float], penalties: Sequence[float] = ()
+    ) -> float:
+        """This rank's share of the step's loss, given the values of the state's."""
         last = self.plan.depth - 1
-        return state.penalty + sum(
-            self._weighted(float(loss), state, last, i)
-            for i, loss in sorted(state.losses, key=lambda pair: pair[0])
+        found = sorted((i, value) for (i, _), value in zip(state.losses, losses, strict=True))
+        shares = zip(state.penalties, penalties, strict=True)
+        return sum(value * share for (share, _), value in shares) + sum(
+            self._weighted(value, state, last, i) for i, value in found
         )

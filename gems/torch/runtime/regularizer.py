@@ -38,11 +38,11 @@ class Penalty:
         pairs = [(name, self.weights[name]) for name in mine]
         return [(name, p) for name, p in pairs if isinstance(p, nn.Parameter)]
 
-    def of(self, stage: int) -> tuple[float, tuple[object, Tensor] | None]:
+    def of(self, stage: int) -> tuple[Tensor | None, tuple[object, Tensor] | None]:
         """The penalty of a stage's parameters, and where its gradient enters, with a one."""
         named = self.parameters(stage)
         if not named:
-            return 0.0, None
+            return None, None
         with torch.enable_grad():
             value = self.regularizer(named)
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -52,4 +52,4 @@ class Penalty:
                 f"{shape} for those of stage {stage}"
             )
         edge = (get_gradient_edge(value), torch.ones_like(value)) if value.requires_grad else None
-        return float(value.detach()), edge
+        return value.detach(), edge

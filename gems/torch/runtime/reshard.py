@@ -7,7 +7,7 @@ are summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ import torch
 
 from gems.geometry.box import Box, Move, moves
 from gems.model.graph import ITEMSIZE, Value
-from gems.torch.autograd.absent_gradient import absent, is_absent
+from gems.torch.autograd.absent_gradient import absent, by_note, is_absent, marked
 from gems.torch.tensors.strides import as_recorded, row_major, strided, tile_strides
 
 Tensor = torch.Tensor
@@ -81,8 +81,11 @@ def pack(
     transfers: Sequence[Transfer], tensors: Mapping[str, Tensor], rank: int, target: int
 ) -> list[Tensor]:
     """What `rank` sends to `target`, in one flat buffer, if anything: a message is one operation.
-    Behind a second one, other streams of a GPU might wait for both (gems/schedule/nccl.py)."""
-    found = []
+    Behind a second one, other streams of a GPU might wait for both (gems/schedule/nccl.py).
+
+    Behind gradients on a GPU is a note in host memory, with a byte for each: whether it is absent.
+    """
+    found: list[Tensor] = []
     for transfer in transfers:
         tensor, value = tensors[transfer.value.name], transfer.value
         if transfer.plain and value.bytes:
@@ -91,15 +94,25 @@ def pack(
             held = transfer.sent_from(rank)
             boxes = transfer.between(rank, target)
             found += [_piece(tensor, held, box).view(torch.uint8) for box in boxes]
-    return [torch.cat(found)] if len(found) > 1 else found
+    one = [torch.cat(found)] if len(found) > 1 else found
+    if not found or not _noted(transfers, found[0].device):
+        return one
+    gone = [is_absent(tensors[transfer.value.name]) for transfer in transfers]
+    return [*one, torch.tensor(gone, dtype=torch.uint8)]
+
+
+def _noted(transfers: Sequence[Transfer], device: torch.device) -> bool:
+    return by_note(device) and any(transfer.back for transfer in transfers)
 
 
 def buffers(
     transfers: Sequence[Transfer], rank: int, source: int, device: torch.device
 ) -> list[Tensor]:
-    """An empty buffer for what `source` sends to `rank`, if anything."""
+    """An empty buffer for what `source` sends to `rank`, if anything, and one for its note."""
     size = sum(_sizes(transfers, rank, source))
-    return [torch.empty(size, dtype=torch.uint8, device=device)] if size else []
+    found = [torch.empty(size, dtype=torch.uint8, device=device)] if size else []
+    noted = size and _noted(transfers, device)
+    return [*found, torch.empty(len(transfers), dtype=torch.uint8)] if noted else found
 
 
 def _sizes(transfers: Sequence[Transfer], rank: int, source: int) -> list[int]:
@@ -127,18 +140,22 @@ def unpack(
     """The values on `rank`: of what it has itself, and of what the others sent."""
     found = {}
     parts = {
-        source: _boxes(buffer, _sizes(transfers, rank, source))
-        for source, (buffer,) in arrived.items()
+        source: _boxes(buffers[0], _sizes(transfers, rank, source))
+        for source, buffers in arrived.items()
     }
-    for transfer in transfers:
+    noted = _noted(transfers, device)
+    notes = {source: buffers[-1].tolist() for source, buffers in arrived.items() if noted}
+    for at, transfer in enumerate(transfers):
         value = transfer.value
         mine = None if own is None else own[value.name]
+        gone = {source for source, note in notes.items() if note[at]}
         if not value.bytes:
             found[value.name] = torch.empty(value.shape, dtype=_dtype(value), device=device)
         elif transfer.plain:
-            found[value.name] = mine if mine is not None else _only(parts, value, transfer.back)
+            only = mine if mine is not None else _only(parts, value, transfer.back)
+            found[value.name] = marked(only) if gone else only
         else:
-            found[value.name] = _assembled(transfer, rank, mine, parts, device)
+            found[value.name] = _assembled(transfer, rank, mine, parts, gone, device)
     return found
 
 
@@ -152,9 +169,11 @@ def _assembled(
     rank: int,
     own: Tensor | None,
     parts: Mapping[int, Iterator[Tensor]],
+    gone: Set[int],
     device: torch.device,
 ) -> Tensor:
-    """A value's part on this rank, out of boxes; those of a gradient are summed."""
+    """A value's part on this rank, out of boxes; those of a gradient are summed, but for those of
+    ranks that have none (`gone`, by their notes)."""
     value, frame = transfer.value, transfer.received_in(rank)
     missing = present = False  # of the gradients that arrive
     found = torch.empty(0, dtype=_dtype(value), device=device)
@@ -167,12 +186,14 @@ def _assembled(
         for box in transfer.between(source, rank):
             if source != rank:
                 part = next(parts[source]).view(found.dtype)
+                without = transfer.back and (source in gone or is_absent(part))
             else:
                 assert own is not None
                 part = _piece(own, transfer.sent_from(rank), box)
+                without = transfer.back and is_absent(own)
             here = found[box.relative_to(frame).slices()]
             part = part.view(box.shape)
-            if transfer.back and is_absent(part):
+            if without:
                 missing = True
                 continue
             present = True

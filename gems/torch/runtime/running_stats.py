@@ -35,7 +35,11 @@ class Statistics:
         self.layers = [(module, calls) for module, calls in uses if tracked(module)]
         self.running = [r for m, _ in self.layers for r in (m.running_mean, m.running_var)]
         self.counts = [m.num_batches_tracked for m, _ in self.layers]
-        self.base_counts = [int(c) for c in self.counts]
+        # Cumulative averages need the number; reading it waits for a GPU, so the others do not.
+        self.base_counts: list[Any] = [
+            int(c) if _cumulative(m) else c.clone()
+            for c, (m, _) in zip(self.counts, self.layers, strict=True)
+        ]
         self.sums = [torch.zeros_like(r) for r in self.running]
 
     def follow(self, earlier: Statistics) -> None:

@@ -19,6 +19,7 @@ from gems.torch.runtime.sampleless_buffers import Advance
 from gems.torch.runtime.tiled_loss import TiledLoss
 from gems.torch.state.grad_bucket import GradBucket
 from gems.torch.state.rank_weights import RankWeights
+from gems.torch.tensors.reading import Reading
 
 Tensor = torch.Tensor
 
@@ -58,8 +59,15 @@ class StepState:
     activation_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     temporary_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
-    penalty: float = 0.0  # this rank's share of the penalty on weights
+    penalties: list[tuple[float, Tensor]] = field(default_factory=list)  # on weights, with a share
+    reading: Reading | None = None  # of the losses
     outputs: dict[int, Any] = field(default_factory=dict)  # of a prediction, by micro-batch
+
+    def read_losses(self) -> Reading:
+        """Begin to read the losses so far, unless that was begun."""
+        if self.reading is None or self.reading.count != len(self.losses):
+            self.reading = Reading([loss for _, loss in self.losses])
+        return self.reading
 
     def place_gradients(self, stage: int, weights: RankWeights) -> None:
         """Allocate the bucket of a stage's gradients that will be all-reduced, if it has none."""

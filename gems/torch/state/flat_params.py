@@ -24,7 +24,7 @@ from torch import nn
 
 from gems.torch.offload.host_copy import HostCopy, resize
 from gems.torch.offload.stores import Slot, Store
-from gems.torch.state.sparse_gradients import dense, square
+from gems.torch.state.sparse_gradients import dense, square_norm
 from gems.torch.tensors.released import release
 from gems.torch.tensors.strides import fitting, flattened, laid_out
 from gems.transport.protocol import Work, own_part
@@ -186,11 +186,11 @@ class FlatParam:
             has_grad = self.parameters[piece.name].grad is not None
             piece.param.grad = piece.shaped(piece.inside(self.reduced)) if has_grad else None
 
-    def offload_grads(self, *, norm: bool) -> dict[str, float]:
+    def offload_grads(self, *, norm: bool) -> dict[str, Tensor]:
         """Offload the reduced gradients of this rank's shard; returns the squares of their norms,
         if asked for."""
         assert self.store is not None
-        squares: dict[str, float] = {}
+        squares: dict[str, Tensor] = {}
         reduced = None if self.gradients is None else self.own(self.gradients)
         if self.offloaded is None:
             self.offloaded = self.store.slot(self.shard.nbytes)
@@ -202,7 +202,7 @@ class FlatParam:
                 gradient = flattened(gradient, piece.strides)
             handle = self.offloaded.write(gradient, piece.at * gradient.element_size())
             if norm:
-                squares[piece.name] = square(gradient)
+                squares[piece.name] = square_norm([gradient])
             handle.wait()
         self.gradients = None
         return squares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gems.errors import PlanError
 from gems.torch.offload.optimizer import OffloadedState
 from gems.torch.offload.stores import Store
+from gems.torch.offload.worker import worker
 from gems.torch.state.param_shards import StageShard
 from gems.transport.protocol import Done, Work
 
@@ -32,11 +33,12 @@ class StageOptimizer:
         parameters: Mapping[int, Sequence[nn.Parameter]],
         shards: Mapping[int, StageShard],
         store: Store | None,
+        device: torch.device,
     ) -> None:
         _reject(optimizer)
         self.optimizer, self.parameters, self.shards = optimizer, parameters, shards
         self.offloaded = OffloadedState(optimizer, store) if store is not None else None
-        self.worker = ThreadPoolExecutor(1, "gems-update")  # starts its thread when first used
+        self.worker = worker("gems-update", device)
         self.stepped: set[int] = set()
         self.reset()
 

@@ -58,7 +58,7 @@ class StageShard:
             piece.name: piece for flat in self.flats for piece in flat.param_shards
         }
         self.with_grad: set[str] = set()  # parameters whose gradients are offloaded
-        self.grad_squares: dict[str, float] = {}  # of this rank's shards of them, if asked for
+        self.grad_squares: dict[str, Tensor] = {}  # of this rank's shards of them, if asked for
         self.is_unsharded = True
         if self.reshards:
             self.reshard()

@@ -44,7 +44,7 @@ class RankOptimizer:
             self.optimizer = make(mine)
         _reject_sparse(self.optimizer, weights)
         shard_optimizer(self.optimizer, weights.shards.values())
-        self.by_stage = _by_stage(self.optimizer, weights, store)
+        self.by_stage = _by_stage(self.optimizer, weights, store, device)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self.compared: list[str] = []  # hyper-parameters that must be the same on all ranks
         self.may_step = False
@@ -120,7 +120,10 @@ def _reject_sparse(optimizer: Optimizer, weights: RankWeights) -> None:
 
 
 def _by_stage(
-    optimizer: Optimizer, weights: RankWeights, store: Callable[[str], Store | None]
+    optimizer: Optimizer,
+    weights: RankWeights,
+    store: Callable[[str], Store | None],
+    device: torch.device,
 ) -> StageOptimizer | None:
     """Stage by stage, where something is offloaded or steps are eager."""
     plan, residency = weights.plan, weights.plan.residency[0]
@@ -136,7 +139,7 @@ def _by_stage(
     parts = {s: [stepped[n] for n in weights.owned.only(s) if n in stepped] for s in stages}
     alone = {id(p) for mine in parts.values() for p in mine}
     parts[TIED] = [p for p in stepped.values() if id(p) not in alone]
-    return StageOptimizer(optimizer, parts, weights.shards, place)
+    return StageOptimizer(optimizer, parts, weights.shards, place, device)
 
 
 def reject_shared(optimizers: Sequence[RankOptimizer], weights: RankWeights) -> None:

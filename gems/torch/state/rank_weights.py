@@ -16,7 +16,7 @@ from gems.torch.offload.stores import Store
 from gems.torch.state.deferred_init import DeferredInit
 from gems.torch.state.ownership import Ownership
 from gems.torch.state.param_shards import StageShard
-from gems.torch.state.sparse_gradients import square
+from gems.torch.state.sparse_gradients import square_norm
 from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Transport, Work
 
@@ -100,19 +100,18 @@ class RankWeights:
         for shard in self.shards.values():
             shard.clear_grads()
 
-    def square_norm(self) -> float:
-        """Of the gradients that this rank is the first to have, so that each counts once."""
+    def square_norms(self) -> list[Tensor]:
+        """Of the gradients that this rank is the first to have, so that each counts once: numbers
+        to be summed."""
         shards = self.shards.values()
         counted = {n for shard in shards if shard.level for n in shard.param_shards} | {
             n for n, ranks in self.owned.replica_groups.items() if ranks[0] == self.rank
         }
-        here = [
-            square(p.grad)
-            for name, p in self.stepped().items()
-            if p.grad is not None and name in counted
-        ]
+        stepped = [p.grad for name, p in self.stepped().items() if name in counted]
+        here = [gradient for gradient in stepped if gradient is not None]
         freed = [item for shard in shards for item in shard.grad_squares.items()]
-        return sum(here) + sum(squares for name, squares in freed if name in counted)
+        found = [square for name, square in freed if name in counted]
+        return [*found, square_norm(here)] if here else found
 
     def release_leaked_views(self) -> None:
         for shard in self.shards.values():

@@ -7,7 +7,7 @@ come to the same numbers with either; an optimizer that wants rows is rejected b
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -22,12 +22,12 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def square(gradient: Tensor) -> float:
-    """The square of a gradient's norm, of complex numbers as well."""
-    found = dense(gradient.detach())
-    if found.is_complex():
-        found = torch.view_as_real(found)
-    return float(found.double().square().sum())
+def square_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The square of the norm of some gradients of one device, of complex numbers as well: one
+    number, in float64, on that device."""
+    found = [dense(gradient.detach()) for gradient in gradients]
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in found]
+    return torch.stack(torch._foreach_norm(real, 2, torch.float64)).square().sum()
 
 
 def reject_rows(optimizer: Optimizer, summed: Collection[str]) -> None:
