@@ -56,8 +56,16 @@ each_document = pytest.mark.parametrize(
     "path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS]
 )
 FOLDERS = "gems|docs|tests|benchmarks|examples"
-OTHERS = {"--nproc-per-node", "--master-addr", "--cases"}  # options of torchrun and of our tests
-COMMANDS = ("train", "eval", "plan", "simulate", "draw", "check", "trace", "machine")
+OTHERS = {
+    "--nproc-per-node",
+    "--nnodes",
+    "--master-addr",
+    "--cases",
+}  # options of torchrun and of our tests
+COMMANDS = (
+    *("train", "eval", "plan", "simulate", "draw", "check", "verify", "trace", "machine"),
+    "doctor",
+)
 
 
 def missing_paths(text: str, folder: Path) -> list[str]:
