@@ -114,3 +114,15 @@ def test_torchs_fused_sgd_does_not_take_a_first_gradient_that_comes_late() -> No
         optimizer.step()
     assert crashed(error.value).kind == "invalid"
     assert crashed(TypeError("got NoneType")).kind == "crashed"
+
+
+@pytest.mark.parametrize("kind", IMAGE)
+def test_a_tile_without_cells_is_no_trouble_to_any_layer(kind: str) -> None:
+    """Three ranks for two columns, recomputed. All tensors without cells have one address, and one
+    that backward had saved was once taken for a padded tile: `where` got a condition of numbers."""
+    pool, *_ = drawn(9033).model.pieces  # five columns to two
+    pieces = (pool, Piece(kind, 5, joint="where", back=5))
+    model = Model(seed=1, shape=(4, 5, 5), pieces=pieces)
+    plan = {"stages": 1, "schedule": "sequential", "spatial": ((1, 3),), "recompute": (("",),)}
+    verdict = judge(Case("empty tile", model, plan, batches=(4, 4)))
+    assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}"

@@ -45,7 +45,8 @@ class SavedTiles:
         self._add(padded, [(x.detach(), x._version)], lambda tile: F.pad(tile, pads, value=fill))
 
     def _add(self, padded: Tensor, parts: list[Part], assemble: Assemble) -> None:
-        self.padded[padded.data_ptr()] = (_form(padded), parts, assemble)
+        if padded.numel():  # all tensors without cells have one address
+            self.padded[padded.data_ptr()] = (_form(padded), parts, assemble)
 
     def clear(self) -> None:
         """The layer has run: the memory of its padded tile may be used again."""

@@ -50,8 +50,8 @@ def laid_out(flat: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tens
 def dense_like(shape: Sequence[int], x: Tensor) -> Tensor:
     """An empty tensor of another shape, with dims in the order of those of `x` in memory."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
-    made = torch.empty([shape[d] for d in order], dtype=x.dtype, device=x.device)
-    return made.permute([order.index(d) for d in range(x.dim())])
+    # No view of another tensor: autograd functions return it, and a view may not change in place.
+    return torch.empty_strided(shape, dense(shape, order), dtype=x.dtype, device=x.device)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -62,27 +62,28 @@ def packed(x: Tensor) -> Tensor:
 
 def flattened(x: Tensor, strides: Sequence[int]) -> Tensor:
     """The elements of a tensor in the order in which `laid_out` has them; a view if it can be."""
-    dense = fitting(tuple(x.shape), tuple(strides))
-    return x.permute(sorted(range(x.dim()), key=lambda d: -dense[d])).reshape(-1)
+    fit = fitting(tuple(x.shape), tuple(strides))
+    return x.permute(sorted(range(x.dim()), key=lambda d: -fit[d])).reshape(-1)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
+    return dense(shape, range(len(shape)))
+
+
+def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of memory without gaps, with dims in this order, the slowest first."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def tile_strides(value: Value, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tile of a value: dense, with dims in the order of the value's."""
     whole = fitting(tuple(value.shape), tuple(value.strides))
     order = sorted(range(len(shape)), key=lambda d: (-whole[d], -value.shape[d], d))
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
+    return dense(shape, order)
 
 
 def as_recorded(x: Tensor, value: Value) -> Tensor:
