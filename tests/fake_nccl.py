@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from gems.errors import PeerError
+from gems.torch import lifetime
 from gems.transport import communicators, torch_distributed
 from gems.transport.torch_distributed import TorchDist
 
@@ -339,6 +340,8 @@ def patched(fabric: Fabric) -> Iterator[None]:
         mock.patch.object(torch_distributed, "dist", fake),
         mock.patch.object(communicators, "dist", fake),
         mock.patch.object(communicators, "on_host", _on_host),
+        # Tensors are on the CPU, and NCCL would be rejected for that.
+        mock.patch.object(lifetime, "device_of", lambda transport, device: torch.device("cpu")),
     ):
         yield
 

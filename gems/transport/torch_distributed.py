@@ -173,7 +173,7 @@ class TorchDist:
 
     def _channel(self, buffer: torch.Tensor) -> int:
         """Of a message between stages: beside NCCL, host memory travels over gloo."""
-        on_host = buffer.device.type == "cpu" and self.backend == "nccl"
+        on_host = self.backend == "nccl" and communicators.on_host(buffer)
         return NOTES if on_host else SUMS
 
     def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
