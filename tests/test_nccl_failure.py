@@ -25,7 +25,7 @@ from gems.errors import PeerError
 from gems.transport import heartbeat, torch_distributed
 from gems.transport.board import CLOSED, ENDED, FAILED, FolderBoard, own_sign
 from gems.transport.heartbeat import Heartbeat
-from gems.transport.sockets import hung_up, open_sockets
+from gems.transport.sockets import hang_up, hung_up, open_sockets
 from gems.transport.torch_distributed import TorchDist
 from tests.fake_nccl import Fabric, patched
 from tests.worlds import fork
@@ -146,3 +146,22 @@ def test_a_silent_rank_is_lost_sooner_once_a_connection_has_closed(tmp_path: Pat
         said = str(lost.get(timeout=LIMIT))
         mine.end(CLOSED)
     assert "rank 1" in said and "no sign of life for 1.5 seconds" in said
+
+
+def test_a_descriptor_that_is_a_file_by_now_is_no_connection(tmp_path: Path) -> None:
+    """A connection was closed, and its number given to a file: the watching thread died of it."""
+    one, other = socket.socketpair()
+    with one, other:
+        named = {one.fileno(): open_sockets()[one.fileno()]}
+        assert not hung_up(named)
+        other.close()
+        assert hung_up(named)
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for name in (*named.values(), "socket:[0]"):
+            assert hung_up({file: name})
+            hang_up({file: name})
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.close(file)

@@ -82,9 +82,11 @@ def _connections(sockets: dict[int, str]) -> Iterator[socket.socket]:
             copy = os.dup(descriptor)
         except OSError:
             continue  # closed since
+        if _name(copy) != name:  # the number may be another socket's or file's by now
+            os.close(copy)
+            continue
         with socket.socket(fileno=copy) as connection:
-            if _name(copy) == name:  # the number may be another socket's by now
-                yield connection
+            yield connection
 
 
 def _shut(connection: socket.socket) -> None:
