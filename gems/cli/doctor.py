@@ -89,6 +89,7 @@ def _in_rank(given: argparse.Namespace, rank: int, world: int, wanted: list[str]
     """Run checks one after the other; one that raises, or takes too long, ends this rank."""
     from gems.torch import doctor
 
+    surroundings = doctor.environment() if rank == 0 else {}
     found: list[Check] = []
     for name in wanted:
         faulthandler.dump_traceback_later(given.patience, exit=True)
@@ -97,7 +98,7 @@ def _in_rank(given: argparse.Namespace, rank: int, world: int, wanted: list[str]
         found.append(check)
         if rank == 0:
             print(_line(check), flush=True)
-            write(given.out, doctor.report(doctor.environment(), world, found))
+            write(given.out, doctor.report(surroundings, world, found))
     return 0 if all(check.passed for check in found) else 1
 
 
