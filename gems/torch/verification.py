@@ -15,7 +15,9 @@ from gems.torch.tensors.rng import Drawn
 
 Tensor = torch.Tensor
 Pairs = Sequence[tuple[str, int, int]]  # of what, bytes predicted, bytes counted
-FLOOR = 1e-3  # of the largest change of any tensor: below that, a change is compared with this much
+# A difference is compared with the change of its tensor, with this much of the largest change of
+# any, or with this much of the tensor itself, whose last digit is rounded: whichever is most.
+FLOOR, ROUNDED = 1e-3, 1e-5
 # How much more than predicted may be counted. Bytes are predicted one by one, but where tiles save
 # halos or some parameters have no gradient; the overlap of fused halos (d2) is not predicted.
 EXACT, ESTIMATED, FUSED = 0.0, 0.1, 0.5
@@ -120,9 +122,10 @@ def _largest(
     names = [name for name, value in before.items() if value.numel()]
     changes = {n: _change(wanted[n], before[n]) for n in names if before[n].is_floating_point()}
     least = max(FLOOR * max(changes.values(), default=0.0), 1e-12)
+    sizes = {name: ROUNDED * float(before[name].double().abs().max()) for name in names}
     errors = [
-        (_difference(found[name], wanted[name], max(changes.get(name, 1.0), least)), name)
-        for name in names
+        (_difference(found[n], wanted[n], max(changes.get(n, 1.0), least, sizes[n])), n)
+        for n in names
     ]
     return max(errors, default=(0.0, "none"))
 
