@@ -222,7 +222,7 @@ def test_pictures_in_folders_have_classes_in_the_order_of_their_names(tmp_path: 
     assert turned.names == ("dog", "cat") and int(turned.target(0, ())) == 1
 
 
-@shows("--labels", "--masks")
+@shows("--labels", "--masks", "--targets")
 def test_labels_and_masks_are_those_that_were_named(tmp_path: Path, tissue: Sample) -> None:
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file["images"] = np.zeros((3, 4, 4, 4), np.float32)
@@ -234,6 +234,8 @@ def test_labels_and_masks_are_those_that_were_named(tmp_path: Path, tissue: Samp
     masked = source_from(parsed(*volumes, "--masks", "seg", "--class-names", "a,b"))
     assert isinstance(masked, Volumes) and masked.task == "segment"
     assert masked.target(0, (slice(4),) * 3).all()
+    numbers = source_from(parsed(*volumes, "--targets", "other", "--class-names", "h"))
+    assert (numbers.task, numbers.names, numbers.target(2, ())) == ("regress", ("h",), [2.0])
     slides = ["--app", "medical", "--datapath", tissue.slide, "--image-size", 128]
     assert source_from(parsed(*slides)).classes == 0
     said = source_from(parsed(*slides, "--labels", tissue.labels))
