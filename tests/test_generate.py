@@ -126,3 +126,24 @@ def test_a_tile_without_cells_is_no_trouble_to_any_layer(kind: str) -> None:
     plan = {"stages": 1, "schedule": "sequential", "spatial": ((1, 3),), "recompute": (("",),)}
     verdict = judge(Case("empty tile", model, plan, batches=(4, 4)))
     assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}"
+
+
+@pytest.mark.parametrize("kind", IMAGE)
+def test_no_gradient_comes_back_to_tiles_of_any_layer(kind: str) -> None:
+    """What all ranks of a spatial group have goes to the next stage once, and its gradient comes
+    back to one of them: the others once took zeros for it, and decayed weights that have none."""
+    pieces = (Piece(kind, 5), Piece("convolution", 3, "no_grad"))
+    model = Model(seed=1, shape=(4, 6, 6), pieces=pieces)
+    for stages in (2, 3):
+        plan = {"stages": stages, "schedule": "sequential", "spatial": ((1, 2),)}
+        verdict = judge(Case("absent", model, plan, optimizer="adamw", batches=(2,)))
+        assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}"
+
+
+@pytest.mark.parametrize("kind", IMAGE)
+def test_branches_of_other_forms_are_rejected_before_they_are_sent(kind: str) -> None:
+    """Autocast gives half precision in one branch and not in the other."""
+    model = Model(seed=1, shape=(4, 6, 6), pieces=(Piece(kind, 5, "random_branch"),))
+    plan = {"stages": 2, "schedule": "sequential", "micro_batches": 3}
+    verdict = judge(Case("branch", model, plan, batches=(6,), precision="bf16"))
+    assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}"
