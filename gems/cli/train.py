@@ -81,7 +81,7 @@ RUNNING = {
         "moves tensors through host memory, and lets ranks share a GPU",
     ),
     "--timeout": real(
-        None, "without a heartbeat, after which a rank is lost and the run ends (default 60)",
+        None, "without a heartbeat, after which a rank is lost and the run ends (default 25)",
         "SECONDS",
     ),
     "--seed": count(0, "of weights, data and dropout (default 0)"),
