@@ -1,5 +1,5 @@
 """Every kind of layer that tests/generate knows, where it is hardest for ranks to agree: a slice
-without samples, a tile without cells, no gradient from the stage behind, branches of other forms."""
+without samples, a tile without cells, no gradient from the stage behind, branches of two forms."""
 
 from __future__ import annotations
 
