@@ -115,6 +115,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 4", {"depth": 4, "ranks": 4}),
     ("--parts 4", {"micro_batches": 4}),
     ("--times 2 --parts 3", {"schedule": "gems", "replications": 6, "micro_batches": 12}),
+    ("--times 2 --parts 3 --schedule gems-zb", {"max_in_flight": 3}),
     ("--schedule gpipe", {"schedule": "gpipe"}),
     ("--data 2", {"data": 2, "world": 2}),
     ("--stages 4 --ranks 2 --schedule interleaved", {"ranks": 2}),
