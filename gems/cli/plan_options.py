@@ -82,7 +82,9 @@ PLAN = {
         "dest": "halo", "action": "store_const", "const": "d2", "help": "the same as --halo d2"
     },
     "--fused-layers": count(
-        0, "with --halo d2: layers per halo exchange (default: as many as the cost model favours)"
+        0, "with --halo d2: layers per halo exchange (default: as many as the cost model favours); "
+        "those that read beyond a pixel count: convolutions that are larger than 1x1 or have "
+        "strides, and pooling. Published scripts count residual blocks instead"
     ),
     "--enable-master-comm-opt": switch(
         True,
