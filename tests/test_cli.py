@@ -28,7 +28,7 @@ SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--
 def test_the_table_of_the_readme_is_what_gems_draw_says(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     rows = re.findall(r"^\| `(--[^`]*)`[^|]*\| (\d+) \| ", readme, re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 8
     for options, step in rows:
         assert main(["draw", "--stages", "4", *options.split()]) == 0
         assert f"step {step} units" in capsys.readouterr().out

@@ -63,9 +63,14 @@ def families() -> Iterator[Plan]:
         for name in ("gems", "gems-zb"):
             for zero in (0, 1, 2):
                 yield Plan(stages=p, schedule=name, replications=2, zero=zero)
+            for parts in (2, 3):
+                yield Plan(stages=p, schedule=name, replications=parts, max_in_flight=parts)
             for spatial in (("1x2",), ("2x2",), ("2x2", "1x2"), ("3x1",)):
                 yield Plan(stages=p, schedule=name, spatial=spatial, replications=2)
                 yield Plan(stages=p, schedule=name, spatial=spatial, data=2)
+                yield Plan(
+                    stages=p, schedule=name, spatial=spatial, replications=2, max_in_flight=2
+                )
     for p in (2, 4):
         for zero in (0, 1, 2, 3):
             for step in ("end", "eager") if zero in (0, 3) else ("end",):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from gems.schedule.build import lowered
 from tests.runs import PIXELS, TINY, Run, judged, parsed, parser_of, trained
 
 SHOWN: dict[str, str] = {}  # option: the test that fails if it is ignored
-ELSEWHERE = {"--help", "-h", "--config"}  # test_config.py
+ELSEWHERE = {"--help", "-h", "--config", "--like"}  # test_config.py, test_from_mpi4dl.py
 RESNET = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--batch-size", "3"]
 RESNET += ["--app", "synthetic", "--samples", "4", "--image-size", "8", "--num-classes", "2"]
 T = TypeVar("T")
@@ -115,6 +116,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 4", {"depth": 4, "ranks": 4}),
     ("--parts 4", {"micro_batches": 4}),
     ("--times 2 --parts 3", {"schedule": "gems", "replications": 6, "micro_batches": 12}),
+    ("--times 2 --parts 3 --schedule gems-zb", {"max_in_flight": 3}),
     ("--schedule gpipe", {"schedule": "gpipe"}),
     ("--data 2", {"data": 2, "world": 2}),
     ("--stages 4 --ranks 2 --schedule interleaved", {"ranks": 2}),
@@ -453,12 +455,15 @@ def test_a_run_begins_with_weights_or_goes_on_from_a_checkpoint(tmp_path: Path, 
     assert further.losses == whole.losses[3:], "bit for bit, as if it had never ended"
 
 
-@shows("--verbose")
+@shows("--verbose", "-v")
 def test_verbose_tells_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained(tmp_path / "a", "--save", "--no-enable-evaluation")
-    assert "saved step" not in caplog.text
-    trained(tmp_path / "b", "--save", "--no-enable-evaluation", "--verbose")
+    trained(tmp_path / "a", "--save")
+    assert "saved step" not in caplog.text and "images/s" not in caplog.text
+    trained(tmp_path / "b", "--save", "-v")
     assert "saved step 3" in caplog.text
+    assert re.search(r"step 3 of 3, epoch 0  loss \d.* images/s", caplog.text)
+    assert "evaluated after step 3: accuracy" in caplog.text
+    assert parsed("--verbose").verbose
 
 
 # --- the training ---------------------------------------------------------------------------------
@@ -657,7 +662,7 @@ def test_heat_maps_show_the_class_that_was_asked_for(tmp_path: Path, tissue: Sam
         ("--num-layers 3", "--num-layers is for networks by name"),
         ("--times 1 --schedule 1f1b", "'1f1b' is not one"),
         ("--fused-layers 2", "is for halo='d2'"),
-        ("--max-in-flight 2", "applies to schedule 'auto'"),
+        ("--max-in-flight 2", "applies to schedules 'auto'"),
         ("--memory much", "is not a size"),
         ("--machine abacus", "there is no machine 'abacus'"),
     ],

@@ -240,7 +240,7 @@ MISTAKES = [
     ),
     (
         dict(stages=2, max_in_flight=3),
-        "max_in_flight=3 applies to schedule 'auto', not '1f1b'; remove it",
+        "max_in_flight=3 applies to schedules 'auto', 'gems' and 'gems-zb', not '1f1b'; remove it",
     ),
     (
         dict(stages=2, schedule="auto", max_in_flight=-1),

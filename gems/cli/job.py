@@ -171,7 +171,8 @@ class Job:
         if self.first:
             write(self.given.out / "config.yaml", self.options)
             write(self.given.out / "plan.json", to_json(self.trainer.plan))
-        with self.interrupt, bar("training", self.steps, self.first, self.trainer.steps) as show:
+        drawn = self.first and not self.given.verbose
+        with self.interrupt, bar("training", self.steps, drawn, self.trainer.steps) as show:
             if self._train(show):
                 self._stop()  # in here: the signal may reach this rank last, while all are saving
                 return self.interrupt.code
@@ -266,7 +267,9 @@ class Job:
         self.pace.add(step.samples, step.seconds)
         if math.isnan(step.loss):  # there was none before
             return
-        show(f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}")
+        text = f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}"
+        show(text)
+        log.info("step %d of %d, epoch %d  %s", number, self.steps, self.epoch, text)
         numbers = {"loss": step.loss, "learning_rate": rate, "images_per_second": self.pace.now}
         if step.norm is not None:
             numbers["gradient_norm"] = step.norm
@@ -279,6 +282,8 @@ class Job:
             return
         found, _ = predicted(self.given, self.trainer, self.rest, self.size, self.first)
         self.journal.note("eval", self.trainer.steps, epoch=self.epoch, **found)
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        log.info("evaluated after step %d: %s", self.trainer.steps, scores)  # on rank 0 alone
         score = found[HEADLINE_METRIC[self.rest.task]]
         if score > self.best:
             self.best = score

@@ -9,7 +9,7 @@ from gems.cli.options import changed, choice, count, path, string, switch
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
-from gems.plans.fields import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO
+from gems.plans.fields import BIDIRECTIONAL, OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO
 from gems.plans.offload import offload_of
 from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
@@ -19,8 +19,8 @@ PLAN = {
     "--parts": count(1, "micro-batches per batch (default 1)"),
     "--times": count(
         0,
-        "GEMS, bidirectional: 2 x T x parts micro-batches per optimizer step, half of them in each "
-        "direction",
+        "GEMS, bidirectional: 2 x T batches per optimizer step, one in each direction T times; the "
+        "--parts of a batch are pipelined, and no rank holds activations of more",
         metavar="T",
     ),
     "--schedule": choice(
@@ -36,7 +36,8 @@ PLAN = {
     ),
     "--bidirectional": switch(False, "with --schedule auto: a second replica in reverse order"),
     "--max-in-flight": count(
-        0, "with --schedule auto: micro-batches whose activations a rank may hold at a time"
+        0, "micro-batches whose activations a rank may hold at a time, with --schedule auto, gems "
+        "or gems-zb (default: --parts of a batch with --times, else 1)"
     ),
     "--balance": string(
         "time",
@@ -81,7 +82,9 @@ PLAN = {
         "dest": "halo", "action": "store_const", "const": "d2", "help": "the same as --halo d2"
     },
     "--fused-layers": count(
-        0, "with --halo d2: layers per halo exchange (default: as many as the cost model favours)"
+        0, "with --halo d2: layers per halo exchange (default: as many as the cost model favours); "
+        "those that read beyond a pixel count: convolutions that are larger than 1x1 or have "
+        "strides, and pooling. Published scripts count residual blocks instead"
     ),
     "--enable-master-comm-opt": switch(
         True,
@@ -148,7 +151,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         placement=given.placement,
         bidirectional=True if given.bidirectional else None,
         balance=_balance(given.balance),
-        max_in_flight=given.max_in_flight,
+        max_in_flight=given.max_in_flight or _pipelined(given, schedule),
         spatial=_spatial(given),
         local_dp=given.local_dp,
         halo=given.halo,
@@ -161,6 +164,11 @@ def plan_from(given: argparse.Namespace) -> Plan:
         optimizer_step=given.optimizer_step,
         partition_activations=given.partition_activations,
     )
+
+
+def _pipelined(given: argparse.Namespace, schedule: str) -> int:
+    """The micro-batches of a batch, which a GEMS schedule pipelines: no rank holds more."""
+    return given.parts if given.times and schedule in BIDIRECTIONAL and given.parts > 1 else 0
 
 
 def _plan_in(path: Path) -> Plan:

@@ -16,13 +16,14 @@ def in_flight(plan: Plan) -> list[float]:
     """How many micro-batches each stage has in flight at most, in the plan's own order.
 
     The stages of one rank share its memory, so each counts as often as there are; but not those of
-    two directions that alternate, as in GEMS. Greedy orders have as many as memory allows: at least
-    one. Offloaded activations leave two: one in use, and one that is stored or loaded.
+    two directions that share a limit, as in GEMS: one, or that of the plan. Greedy orders have as
+    many as memory allows: at least one. Offloaded activations leave two: one in use, and one that
+    is stored or loaded.
     """
     if plan.activations[0].offload:
         return [2.0] * plan.depth
     if plan.alternates:
-        return [1.0] * plan.depth
+        return [float(max(1, plan.max_in_flight))] * plan.depth
     if plan.greedy:
         counts = [1] * plan.depth
     else:

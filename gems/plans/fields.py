@@ -41,7 +41,8 @@ class PlanFields:
                    (there and back again), or the rank or ranks of every stage, written out
     bidirectional  a second replica over the same ranks in reverse; on for the gems schedules
     balance        what to even out, `time` or `memory`, or the number of layers of each stage
-    max_in_flight  micro-batches whose activations a rank may hold at once (schedule `auto`)
+    max_in_flight  micro-batches whose activations a rank may hold at once (schedule `auto`; of the
+                   gems schedules, which hold one, those of a batch that is pipelined both ways)
     edges          which stage sends to which; filled in from the model, a chain until then
     tied           the stages that share weights, in sets that have no stage in common; filled in
                    from the model
@@ -134,7 +135,8 @@ class PlanFields:
 
     @property
     def alternates(self) -> bool:
-        """Whether the two directions of a rank run one after the other, as in GEMS."""
+        """Whether the two directions of a rank share its memory, as in GEMS: both together hold no
+        more activations than `max_in_flight` micro-batches have, or one."""
         return self.schedule in BIDIRECTIONAL
 
     @property

@@ -72,10 +72,10 @@ def plan_problems(plan: PlanFields) -> Iterable[str]:
         yield f"schedule {plan.schedule!r} is bidirectional; leave bidirectional out"
     if plan.max_in_flight < 0:
         yield f"max_in_flight is {plan.max_in_flight}; give 1 or more, or leave it out"
-    if plan.max_in_flight > 0 and plan.schedule != "auto":
+    if plan.max_in_flight > 0 and not (plan.greedy or plan.alternates):
         yield (
-            f"max_in_flight={plan.max_in_flight} applies to schedule 'auto', not "
-            f"{plan.schedule!r}; remove it"
+            f"max_in_flight={plan.max_in_flight} applies to schedules 'auto', 'gems' and "
+            f"'gems-zb', not {plan.schedule!r}; remove it"
         )
     if plan.grad_sync not in GRAD_SYNC:
         yield f"grad_sync is {plan.grad_sync!r}; choose one of {', '.join(GRAD_SYNC)}"
