@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from gems.geometry.grid import square
 from gems.model.graph import Graph
+from gems.planner.levels import has_long_skips
 from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.plans.recompute import Recompute
@@ -167,13 +168,13 @@ def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
     if ranks == 1:
         yield Choice("data parallel", Plan(stages=1, schedule="sequential", micro_batches=m))
         return
-    yield from _pipelines(ranks, m)
+    yield from _pipelines(graph, ranks, m)
     yield from _both_ways(ranks, m)
     if any(b.halos for b in graph.blocks):
         yield from _spatial(graph, ranks, m)
 
 
-def _pipelines(p: int, m: int) -> Iterator[Choice]:
+def _pipelines(graph: Graph, p: int, m: int) -> Iterator[Choice]:
     for schedule in ("1f1b", "zero-bubble", "gpipe"):
         yield Choice("pipeline", Plan(stages=p, micro_batches=m, schedule=schedule))
     if m % p == 0:
@@ -184,6 +185,8 @@ def _pipelines(p: int, m: int) -> Iterator[Choice]:
         yield Choice("pipeline", Plan(stages=p, micro_batches=m, schedule="auto"))
         folded = Plan(stages=2 * p, placement="fold", micro_batches=m, schedule="auto")
         yield Choice("fold", folded)
+        if has_long_skips(graph, p):
+            yield Choice("levels", replace(folded, stages=2 * p - 1, placement="levels"))
 
 
 def _both_ways(p: int, m: int) -> Iterator[Choice]:
