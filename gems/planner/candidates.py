@@ -146,6 +146,20 @@ def sharding(choice: Choice, blocks: int) -> Iterator[Choice]:
             yield Choice(family, replace(plan, stages=stages, ranks=1, zero=3))
 
 
+def without(choice: Choice) -> Iterator[Choice]:
+    """The same with one way to save memory less, or with less of it."""
+    plan, family = choice.plan, choice.family
+    for zero in range(plan.zero):
+        less = family if zero else family.replace(", sharded state", "")
+        yield Choice(less, replace(plan, zero=zero))
+    for part in plan.offload if not plan.stage_by_stage else ():
+        rest = tuple(other for other in plan.offload if other != part)
+        less = family if rest else family.replace(", offloaded", "")
+        yield Choice(less, replace(plan, offload=rest))
+    if plan.recompute != "never" and not (plan.stage_by_stage or plan.partition_activations):
+        yield Choice(family.replace(", recomputing", ""), replace(plan, recompute="never"))
+
+
 def _every_stage(plan: Plan) -> Recompute:
     """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
     return (
