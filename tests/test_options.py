@@ -121,6 +121,8 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--data 2", {"data": 2, "world": 2}),
     ("--stages 4 --ranks 2 --schedule interleaved", {"ranks": 2}),
     ("--stages 4 --placement fold --schedule auto", {"placement": "fold", "ranks": 2}),
+    ("--stages 5 --placement levels --schedule auto", {"placement": "levels", "ranks": 3}),
+    ("--stages 5 --balance layers", {"balance": "layers"}),
     ("--schedule auto --bidirectional", {"bidirectional": True, "directions": 2}),
     ("--schedule auto --max-in-flight 3", {"max_in_flight": 3}),
     ("--stages 2 --balance 3,1", {"balance": (3, 1)}),

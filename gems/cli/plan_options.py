@@ -9,7 +9,14 @@ from gems.cli.options import changed, choice, count, path, string, switch
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
-from gems.plans.fields import BIDIRECTIONAL, OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO
+from gems.plans.fields import (
+    BALANCES,
+    BIDIRECTIONAL,
+    OPTIMIZER_STEP,
+    PLACEMENTS,
+    SCHEDULES,
+    ZERO,
+)
 from gems.plans.offload import offload_of
 from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
@@ -32,7 +39,8 @@ PLAN = {
         PLACEMENTS,
         "straight",
         "stages on ranks, if there are more stages than ranks: straight (default): 0 1 2 0 1 2; "
-        "fold: 0 1 2 2 1 0",
+        "fold: 0 1 2 2 1 0; levels: a fold with encoder and decoder level on one rank, where long "
+        "skips stay",
     ),
     "--bidirectional": switch(False, "with --schedule auto: a second replica in reverse order"),
     "--max-in-flight": count(
@@ -41,8 +49,8 @@ PLAN = {
     ),
     "--balance": string(
         "time",
-        "how layers are divided among stages: by equal time (default) or memory, or the layers of "
-        "each stage: 3,4,4,3",
+        "how layers are divided among stages: by equal time (default), memory or number of layers, "
+        "or the layers of each stage: 3,4,4,3",
         "B",
     ),
     "--spatial": string(
@@ -212,11 +220,11 @@ def _spatial(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _balance(text: str) -> str | tuple[int, ...]:
-    if text in ("time", "memory"):
+    if text in BALANCES:
         return text
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise PlanError(
-            f"--balance {text!r} is neither time, memory nor numbers: 3,4,4,3"
+            f"--balance {text!r} is neither {', '.join(BALANCES)} nor numbers: 3,4,4,3"
         ) from None
