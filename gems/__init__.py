@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gems.torch.checkpoint.manifest import latest as latest
     from gems.torch.checkpoint.weight_files import read_weights as read_weights
     from gems.torch.interrupt import Interrupt as Interrupt
+    from gems.torch.parity import verify as verify
     from gems.torch.planning import plan as plan
     from gems.torch.session import Session as Session
     from gems.torch.trainer import Trainer as Trainer
@@ -41,6 +42,7 @@ _WHERE = {
     "plan": "gems.torch.planning",
     "read_weights": "gems.torch.checkpoint.weight_files",
     "simulate": "gems.predict.simulate",
+    "verify": "gems.torch.parity",
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "plan",
     "read_weights",
     "simulate",
+    "verify",
 ]
 
 

@@ -35,6 +35,7 @@ TORCH_LAYERS = (
     (INIT,),
     ("doctor", "measure_machine"),
     ("parity",),
+    ("verification",),
     ("trainer",),
     ("session",),
     ("async_pipeline", "distributed_model"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gems.cli.model_options import classes, image_shape
+from gems.cli.model_options import classes, image_shape, model_options
 from gems.cli.options import changed, choice, count, path, real, string
 from gems.errors import GemsError
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 # The published scripts know the first three by number.
 APPS = {"1": "medical", "2": "cifar", "3": "synthetic"}
-APP_NAMES = ("medical", "cifar", "synthetic", "folders", "volumes", "pictures")
+APP_NAMES = ("medical", "cifar", "synthetic", "folders", "volumes", "pictures", "cosmology", "oct")
 DATA = {
     "--app": choice(
         APP_NAMES,
         "pictures",
-        "kind of data. medical (1): tiles of whole-slide images, or pictures in a folder per class; "
+        "kind of data. medical (1): tiles of whole-slide images, or pictures in class folders; "
         "cifar (2): CIFAR-10; synthetic (3): noise of any size; folders: pictures, a folder per "
         "class; volumes: 3-D, HDF5 or Zarr; pictures (default): crops of the pictures of "
-        "scikit-image, each a class",
+        "scikit-image, each a class; cosmology: generated cubes, four numbers of each to regress; "
+        "oct: generated scans of a retina, its layers to segment",
         type=lambda text: APPS.get(text, text),
     ),
     "--datapath": path(
@@ -37,7 +38,8 @@ DATA = {
     "--labels": string(
         None,
         "medical: a CSV file slide,label or slide,x,y,label, or the word folders: a folder per "
-        "class (default, if there are two or more and no file beside them); volumes: an array's name or a CSV file (default labels)",
+        "class (default, if there are two or more and no file beside them); volumes: an array's "
+        "name or a CSV file (default labels)",
         "WHAT",
     ),
     "--masks": string(
@@ -46,8 +48,13 @@ DATA = {
         "volumes: an array's name",
         "WHAT",
     ),
+    "--targets": string(
+        None, "volumes: regress the numbers of this array or attribute, some per sample", "NAME"
+    ),
     "--class-names": string(
-        None, "classes in order (default: sorted labels; needed with --masks)", "A,B,..."
+        None,
+        "classes, or numbers to regress, in order (default: sorted labels; needed with --masks)",
+        "A,B,...",
     ),
     "--mpp": real(None, "medical: microns per pixel of a tile", "UM"),
     "--magnification": real(None, "medical: power of the objective, e.g. 20"),
@@ -63,7 +70,7 @@ DATA = {
         "skip",
         "medical: skip unreadable slides with a warning (default), or stop with an error",
     ),
-    "--samples": count(1024, "synthetic, pictures: number of samples (default 1024)"),
+    "--samples": count(1024, "of generated data and pictures: number of samples (default 1024)"),
     "--task": choice(
         ("classify", "segment"),
         "classify",
@@ -84,9 +91,10 @@ APP_OPTIONS: dict[str, tuple[str, ...]] = {
     "--class-names": ("medical", "folders", "volumes"),
     **dict.fromkeys(("--mpp", "--magnification", "--level", "--stride"), ("medical",)),
     **dict.fromkeys(("--tissue", "--bad-slides"), ("medical",)),
-    "--samples": ("synthetic", "pictures"),
+    "--targets": ("volumes",),
+    "--samples": ("synthetic", "pictures", "cosmology", "oct"),
     "--task": ("synthetic", "medical"),
-    "--held-out": ("medical", "synthetic", "folders", "volumes", "pictures"),
+    "--held-out": tuple(name for name in APP_NAMES if name != "cifar"),
 }
 
 
@@ -222,8 +230,10 @@ def _folders(given: argparse.Namespace) -> Any:
 def _volumes(given: argparse.Namespace) -> Any:
     from gems.data.volumes import Volumes
 
-    labels = given.labels or (None if given.masks else "labels")
-    return Volumes(_path(given), labels=labels, masks=given.masks, names=_names(given))
+    labels = given.labels or (None if given.masks or given.targets else "labels")
+    return Volumes(
+        _path(given), labels=labels, masks=given.masks, targets=given.targets, names=_names(given)
+    )
 
 
 def _synthetic(given: argparse.Namespace) -> Any:
@@ -231,6 +241,21 @@ def _synthetic(given: argparse.Namespace) -> Any:
 
     channels, *sides = image_shape(given)
     return Synthetic(tuple(sides), classes(given), channels, given.samples, given.task, given.seed)
+
+
+def _cosmology(given: argparse.Namespace) -> Any:
+    from gems.data.cosmology import Cosmology
+
+    channels = model_options(given).get("in_channels", 4)
+    return Cosmology(given.image_size, channels, given.samples, given.seed)
+
+
+def _oct(given: argparse.Namespace) -> Any:
+    from gems.data.oct import NAMES, Oct
+
+    channels = model_options(given).get("in_channels", 1)
+    count = len(NAMES) if given.num_classes is None else given.num_classes
+    return Oct(given.image_size, count, channels, given.samples, given.seed)
 
 
 def _pictures(given: argparse.Namespace) -> Any:
@@ -246,4 +271,6 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Any]] = {
     "folders": _folders,
     "volumes": _volumes,
     "pictures": _pictures,
+    "cosmology": _cosmology,
+    "oct": _oct,
 }

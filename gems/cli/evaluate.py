@@ -11,17 +11,15 @@ import torch
 from gems.cli.data import loader
 from gems.cli.progress import Pace, bar
 from gems.cli.reject import as_gems_error
-from gems.torch.metrics import Scores
+from gems.torch.metrics import Errors, Scores
 
 if TYPE_CHECKING:
     from gems.data.source import Source
     from gems.torch.trainer import Trainer
 
 TASKS = {"classify": "classification", "segment": "segmentation"}
-HEADLINE_METRIC = {
-    "classify": "accuracy",
-    "segment": "dice",
-}  # of the best checkpoint
+# Of the best checkpoint: the larger the better, or the smaller (-1).
+HEADLINE_METRIC = {"classify": ("accuracy", 1), "segment": ("dice", 1), "regress": ("mse", -1)}
 UNLABELLED = -1
 
 
@@ -35,10 +33,13 @@ def predicted(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Metrics of all samples of a source, in batches of `size`; the same on every rank.
 
-    And the probabilities of each sample's classes, (samples, classes); of pixels, their mean.
-    `pace` gets the time of each batch.
+    And the probabilities of each sample's classes, (samples, classes); of pixels, their mean; of
+    a regression, the numbers themselves. `pace` gets the time of each batch.
     """
-    scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
+    regress = source.task == "regress"
+    scores: Scores | Errors = Errors(source.classes)
+    if not regress:
+        scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
     pace, labelled = pace or Pace(), 0
     likely: list[torch.Tensor] = []
     with loader(given, source, size) as batches, bar("evaluating", batches.steps, shown) as show:
@@ -46,7 +47,7 @@ def predicted(
             start = perf_counter()
             output = trainer.predict(images)
             known = torch.as_tensor(targets[:])
-            likely.append(probabilities(output))
+            likely.append(output.float() if regress else probabilities(output))
             if source.task == "classify":
                 output, known = output[known != UNLABELLED], known[known != UNLABELLED]
             labelled += len(known)

@@ -28,7 +28,7 @@ from gems.predict.timeline import Timeline
 from gems.torch.checkpoint.manifest import latest, remove_all
 from gems.torch.checkpoint.weight_files import read_weights
 from gems.torch.interrupt import Interrupt
-from gems.torch.losses import loss
+from gems.torch.losses import loss, loss_of
 from gems.torch.optimizers import cosine, optimizer, step_decay, warmed_up
 from gems.torch.step import Step
 from gems.torch.trainer import Trainer
@@ -71,7 +71,7 @@ class Job:
             given,
             plan,
             self.train,
-            loss=loss(given.loss, self._class_weights(), given.ignore_index),
+            loss=self._loss(),
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             clip=given.clip,
@@ -96,10 +96,17 @@ class Job:
             )
         return given.checkpoint
 
+    def _loss(self) -> Any:
+        with as_gems_error():
+            name = loss_of(self.given.loss, self.train.task)
+            return loss(name, self._class_weights(), self.given.ignore_index)
+
     def _class_weights(self) -> list[float] | None:
         text, classes = self.given.class_weights, self.given.num_classes
         if text is None:
             return None
+        if self.train.task == "regress":
+            raise GemsError("--class-weights: this data has numbers, no classes; leave it out")
         if text == "balanced":
             return balanced(self.train, classes)
         try:
@@ -284,8 +291,8 @@ class Job:
         self.journal.note("eval", self.trainer.steps, epoch=self.epoch, **found)
         scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
         log.info("evaluated after step %d: %s", self.trainer.steps, scores)  # on rank 0 alone
-        score = found[HEADLINE_METRIC[self.rest.task]]
-        if score > self.best:
+        name, sign = HEADLINE_METRIC[self.rest.task]
+        if (score := sign * found[name]) > self.best:
             self.best = score
             if self.given.save:
                 self._save("best", keep=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.cli.options import count, string
@@ -20,7 +21,7 @@ MODEL = {
         "resnet110-v2",
         "a network of gems.models (default resnet110-v2); one of an installed library, such as "
         "timm/resnet50, monai/UNet, transformers/vit, torchvision/resnet50, smp/Unet; or your own: "
-        "package.module:name, a function that returns an nn.Module",
+        "package.module:name or file.py:name, a function that returns an nn.Module",
         "NAME",
     ),
     "--model-option": {
@@ -135,7 +136,6 @@ def _name(given: argparse.Namespace) -> str:
 
 
 def _own(given: argparse.Namespace, options: dict[str, Any]) -> Any:
-    import importlib
     import sys
 
     name = given.model
@@ -145,13 +145,33 @@ def _own(given: argparse.Namespace, options: dict[str, Any]) -> Any:
 
     sys.path.insert(0, "")
     module, _, attribute = name.partition(":")
-    if module.partition(".")[0] in sys.stdlib_module_names:  # os:system out of somebody's --config
+    own_file = module.endswith(".py")
+    first = module.partition(".")[0]
+    if first in sys.stdlib_module_names and not own_file:  # os:system out of somebody's --config
         raise GemsError(f"--model {name}: {module} is Python's own and has no networks")
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = getattr(_imported(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise GemsError(f"--model {name}: {error}; write package.module:function") from error
+        wanted = "package.module:function or file.py:function"
+        raise GemsError(f"--model {name}: {error}; write {wanted}") from error
     return function(**_arguments(name, function, options, given.num_classes))
+
+
+def _imported(module: str) -> Any:
+    """A module by its name, or by its file, which may import others of its folder."""
+    import importlib.util
+    import sys
+
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    file = Path(module)
+    spec = importlib.util.spec_from_file_location(f"file_{file.stem}", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ImportError(f"there is no file {file}")
+    sys.path.insert(0, str(file.parent))
+    sys.modules[spec.name] = found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def _arguments(

@@ -147,7 +147,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
             raise PlanError(
                 f"--plan {given.plan} already has the whole plan; leave out {', '.join(extra)}"
             )
-        return _plan_in(given.plan)
+        return plan_in(given.plan)
     schedule = given.schedule or ("gems" if given.times else "1f1b")
     return Plan(
         stages=given.stages,
@@ -179,7 +179,8 @@ def _pipelined(given: argparse.Namespace, schedule: str) -> int:
     return given.parts if given.times and schedule in BIDIRECTIONAL and given.parts > 1 else 0
 
 
-def _plan_in(path: Path) -> Plan:
+def plan_in(path: Path) -> Plan:
+    """The plan of a file."""
     try:
         return from_json(Plan, read_text(path))
     except GemsError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,8 +75,16 @@ def _facts(job: FinishedJob) -> dict[str, str]:
             facts["allocator's peak"] = ", ".join(pairs) + " reserved (rank by rank)"
     for name in job.journal.names("eval"):
         if name != "epoch":
-            facts[f"{name}, {len(job.rest)} held-out samples"] = _last(job.journal, name)
+            shown = _shown(name, job.rest.names)
+            facts[f"{shown}, {len(job.rest)} held-out samples"] = _last(job.journal, name)
     return facts
+
+
+def _shown(metric: str, names: Sequence[str]) -> str:
+    """`dice_3` is that of the class with this number."""
+    stem, _, number = metric.rpartition("_")
+    of_class = stem and number.isdigit() and int(number) < len(names)
+    return f"{stem} of {names[int(number)]}" if of_class else metric
 
 
 def _last(journal: Journal, name: str) -> str:

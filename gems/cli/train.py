@@ -121,7 +121,11 @@ TRAINING = {
     "--warm-up": count(0, "optimizer steps of linear warm-up (default 0)"),
     "--clip": real(None, "largest norm of the gradient", "NORM"),
     "--accumulate": count(1, "gradient accumulation: batches per optimizer step (default 1)"),
-    "--loss": choice(("cross-entropy", "dice"), "cross-entropy", "default cross-entropy"),
+    "--loss": choice(
+        ("cross-entropy", "dice", "mse", "mae", "huber"),
+        None,
+        "of classes: cross-entropy (default) or dice; of numbers: mse (default), mae or huber",
+    ),
     "--class-weights": string(
         None, "weights of the classes in the loss: 1,2.5 or balanced, by inverse frequency", "W"
     ),

@@ -22,13 +22,14 @@ from gems.data.boxed import Boxed
 from gems.data.source import Box, Image, Source, Target, whole
 from gems.errors import note
 
-Batch: TypeAlias = tuple[Boxed, "npt.NDArray[np.int64] | Boxed"]
+Batch: TypeAlias = tuple[Boxed, "Target | Boxed"]
 T = TypeVar("T")
 AHEAD = 2  # batches that workers read in advance
 
 
 class Loader:
-    """Batches that `gems.Trainer.step` takes: images read box by box, and labels or masks.
+    """Batches that `gems.Trainer.step` takes: images read box by box, and labels, masks
+    or numbers.
 
     `epoch(3, start=7)` continues in the middle of an epoch exactly where one left off. Every rank
     makes its own loader with the same arguments; each then reads only the boxes of its own tile.
@@ -134,8 +135,9 @@ class Loader:
         if self.source.task == "segment":
             return images, Boxed(mask, indices, shape[1:], np.int64, 0, self._pool)
         box = whole(shape[1:])
-        labels = [int(self._named(i, self.source.target, box)) for i in indices]
-        return images, np.array(labels, np.int64)
+        labels = [self._named(i, self.source.target, box) for i in indices]
+        kind = np.float32 if self.source.task == "regress" else np.int64
+        return images, np.array(labels, kind)
 
     def _image(self, number: int, index: int, box: Box) -> Image:
         if self.augment is None:

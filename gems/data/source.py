@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 Box: TypeAlias = tuple[slice, ...]  # one per dim of the image; channels are not among them
-Task: TypeAlias = Literal["classify", "segment"]
+Task: TypeAlias = Literal["classify", "segment", "regress"]
 Image: TypeAlias = npt.NDArray[np.float32]
-Target: TypeAlias = npt.NDArray[np.int64]
+Target: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -29,11 +29,13 @@ class Source(Protocol):
         ...
 
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        """How many there are; to regress, how many numbers a sample has."""
+        ...
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the classes."""
+        """Of the classes, or of the numbers."""
         ...
 
     @property
@@ -46,7 +48,8 @@ class Source(Protocol):
         ...
 
     def target(self, index: int, box: Box) -> Target:
-        """To classify, the label, whatever the box; to segment, the box of the mask."""
+        """To classify, the label, whatever the box; to segment, the box of the mask; to regress,
+        all numbers of the sample, whatever the box."""
         ...
 
 

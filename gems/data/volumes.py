@@ -23,6 +23,7 @@ CODECS = ("zarr.json", ".zarray", ".zmetadata", ".zgroup")  # where Zarr keeps t
 LARGEST = 64 << 20  # characters of such a file
 MOST_CELLS = 2**45  # of one sample
 MOST_LABELS = 10**8
+MOST_NUMBERS = 4096  # that a sample may have to regress
 
 
 class Volumes:
@@ -34,7 +35,8 @@ class Volumes:
     labels     name of an array (or of an attribute) with a whole number per sample, or a CSV file
                `volume,label` for a folder
     masks      name of an array of class numbers shaped like the images, without channels
-    names      of the classes in order; else labels sorted. Needed with masks
+    targets    name of an array (or of an attribute) with the numbers to regress: (samples, numbers)
+    names      of the classes in order; else labels sorted. Needed with masks. Of the numbers
     mean, deviation   what to subtract, and then to divide by
 
     Files are opened by each thread for itself, when it first reads.
@@ -47,20 +49,23 @@ class Volumes:
         images: str = "images",
         labels: str | Path | None = None,
         masks: str | None = None,
+        targets: str | None = None,
         names: Sequence[str] | None = None,
         dims: int = 3,
         mean: float = 0.0,
         deviation: float = 1.0,
     ) -> None:
-        if (labels is None) == (masks is None):
-            raise ValueError(f"give labels or masks, not both or none: {labels!r}, {masks!r}")
+        if sum(what is not None for what in (labels, masks, targets)) != 1:
+            raise ValueError(
+                f"give one of labels ({labels!r}), masks ({masks!r}) and targets ({targets!r})"
+            )
         if masks is not None and names is None:
             raise ValueError("with masks, give the names of the classes")
         if deviation <= 0 or dims < 1:
             raise ValueError(f"deviation {deviation} must be above 0, and dims {dims} 1 or more")
         self.path, self._images, self._masks = Path(path).absolute(), images, masks
         self.dims, self.mean, self.deviation = dims, mean, deviation
-        self.task: Task = "classify" if masks is None else "segment"
+        self.task: Task = "segment" if masks else "regress" if targets else "classify"
         self._files = _files(self.path)
         self._many = self._files[0] == self.path  # one file of many samples
         self._local = threading.local()
@@ -71,6 +76,12 @@ class Volumes:
             found = self._label_names(labels)
             self.names = numbered(found, known)
             self._labels = np.array([self.names.index(x) for x in found], np.int64)
+        elif targets is not None:
+            self._numbers = self._read_numbers(targets)
+            count = self._numbers.shape[1]
+            self.names = known or tuple(f"number {i}" for i in range(count))
+            if len(self.names) != count:
+                raise GemsError(f"{targets} has {count} numbers per sample, names {self.names}")
         else:
             self.names = known or ()
         self.classes = len(self.names)
@@ -89,6 +100,8 @@ class Volumes:
         return image
 
     def target(self, index: int, box: Box) -> Target:
+        if self.task == "regress":
+            return np.array(self._numbers[index])
         if self._masks is None:
             return np.array(self._labels[index])
         mask = self._part(self._array(index, self._masks), index, box).astype(np.int64)
@@ -162,6 +175,21 @@ class Volumes:
                 f"{self._count} whole numbers"
             )
         return [str(int(x)) for x in found]
+
+    def _read_numbers(self, targets: str) -> npt.NDArray[np.float32]:
+        """One row per sample, out of one array or one of each file."""
+        most = MOST_NUMBERS * (self._count if self._many else 1)
+        rows = [_values(f, targets, most) for f in self._files]
+        shapes = {np.shape(row) for row in rows}
+        found = np.asarray(rows[0]) if self._many or len(shapes) > 1 else np.stack(rows)
+        found = found.reshape(len(found), -1) if found.ndim else found.reshape(1, 1)
+        whole = found.dtype.kind in "iuf" and bool(np.isfinite(found).all())
+        if len(shapes) > 1 or len(found) != self._count or not found.size or not whole:
+            raise GemsError(
+                f"{targets} of {self.path} has shape {sorted(shapes)[:3]} of {found.dtype}; it "
+                f"takes finite numbers, as many for each of the {self._count} samples"
+            )
+        return found.astype(np.float32)
 
 
 def _files(path: Path) -> list[Path]:

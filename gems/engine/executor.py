@@ -316,8 +316,9 @@ class Engine:
         self.meter.end_load(self._saved(begun)[0])
 
     def _measured(self) -> Measured:
-        meter, seconds = self.meter, self.adapter.seconds
-        return Measured(self.transport.rank, self.stamps, meter.peak, meter.max_in_flight, seconds)
+        meter, seconds, sent = self.meter, self.adapter.seconds, dict(self.messages.sent)
+        rank, most = self.transport.rank, meter.max_in_flight
+        return Measured(rank, self.stamps, meter.peak, most, seconds, sent)
 
 
 Begin = Callable[[], Work]

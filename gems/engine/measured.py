@@ -6,7 +6,7 @@ never drawn reads none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ class Measured:
     peak: Memory
     max_in_flight: int
     seconds: Callable[[Any], tuple[float, float]]
+    sent: Mapping[int, int]  # bytes by rank
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -39,4 +40,5 @@ class Measured:
             memory=(tuple(memory),),
             peaks=(self.peak,),
             max_in_flight=(self.max_in_flight,),
+            links=tuple((self.rank, to, size) for to, size in sorted(self.sent.items())),
         )

@@ -22,6 +22,7 @@ class Messages:
         self.inbox: dict[Message, dict[int, tuple[list[Any], list[Work]]]] = {}
         self.at_hand: dict[Message, Tensors] = {}  # between stages of this rank, or to be sent
         self.sending: dict[tuple[Message, int], tuple[int, list[Work]]] = {}
+        self.sent: dict[int, int] = {}  # bytes by rank, since there was nothing in flight
 
     def attach(self, meter: Meter, receipts: Receipts) -> None:
         """Go on with another meter, and with what held messages prove (see receipts())."""
@@ -62,6 +63,7 @@ class Messages:
             handles = [self.transport.isend(buffer, target) for buffer in buffers]
             size = self.adapter.size(buffers)
             self.meter.add("communication", size)
+            self.sent[target] = self.sent.get(target, 0) + size
             self.sending[message, target] = (size, handles)
         if self.transport.rank not in peers:
             self._pick_up(message)

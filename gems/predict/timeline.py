@@ -220,6 +220,7 @@ def merged(parts: list[Timeline]) -> Timeline:
         memory=tuple(tuple((t - zero, m) for t, m in row) for p in parts for row in p.memory),
         peaks=tuple(peak for part in parts for peak in part.peaks),
         max_in_flight=tuple(n for part in parts for n in part.max_in_flight),
+        links=tuple(link for part in parts for link in part.links),
         allocator=tuple(pair for part in parts for pair in part.allocator),
     )
 

@@ -1,14 +1,17 @@
-"""Losses of the command line, over a micro-batch: of classes, or of every pixel's class."""
+"""Losses of the command line, over a micro-batch: of classes, of every pixel's class, or of
+numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, huber_loss, l1_loss, mse_loss, one_hot
 
 Tensor = torch.Tensor
-LOSSES = ("cross-entropy", "dice")
+OF_NUMBERS = {"mse": mse_loss, "mae": l1_loss, "huber": huber_loss}
+LOSSES = ("cross-entropy", "dice", *OF_NUMBERS)
+DEFAULT = {"classify": "cross-entropy", "segment": "cross-entropy", "regress": "mse"}  # by task
 
 
 def loss(
@@ -18,10 +21,14 @@ def loss(
 
     `weights` are those of the classes, `ignore` a class number that does not count. `dice` is
     cross entropy plus one minus the mean Dice coefficient of the classes, over all pixels of a
-    micro-batch.
+    micro-batch. To regress, outputs and targets are numbers (N, numbers): `mse`, `mae`, and `huber`
+    with the square up to 1.
     """
     if name not in LOSSES:
         raise ValueError(f"loss {name!r} is unknown; choose one of {', '.join(LOSSES)}")
+
+    if name in OF_NUMBERS:
+        return lambda output, target: OF_NUMBERS[name](output, target.to(output.dtype))
 
     def by_entropy(output: Tensor, target: Tensor) -> Tensor:
         weight = None if weights is None else output.new_tensor(weights)
@@ -31,6 +38,16 @@ def loss(
         return by_entropy(output, target) + 1 - soft_dice(output, target, ignore)
 
     return by_dice if name == "dice" else by_entropy
+
+
+def loss_of(name: str | None, task: str) -> str:
+    """The loss that was asked for, or the usual one of a task."""
+    wanted = DEFAULT[task] if name is None else name
+    fits = (wanted in OF_NUMBERS) == (task == "regress")
+    if wanted not in LOSSES or not fits:
+        known = [each for each in LOSSES if (each in OF_NUMBERS) == (task == "regress")]
+        raise ValueError(f"loss {wanted!r} does not fit the task {task}; choose {', '.join(known)}")
+    return wanted
 
 
 def soft_dice(output: Tensor, target: Tensor, ignore: int = -100) -> Tensor:

@@ -200,6 +200,53 @@ class Scores:
         return macro_auc(scores, targets)
 
 
+class Errors:
+    """What is known so far of numbers that a network gives, (samples, numbers), beside the true
+    ones: sums, in float64."""
+
+    def __init__(self, numbers: int) -> None:
+        if numbers < 1:
+            raise ValueError(f"numbers is {numbers}, not 1 or more")
+        self.numbers, self.samples = numbers, 0
+        # Of each number: |error|, error², the true one, its square.
+        self.sums = torch.zeros(4, numbers, dtype=torch.float64)
+
+    def add(self, output: Tensor, target: Tensor) -> None:
+        """Samples more."""
+        output, target = (x.detach().cpu().double() for x in (output, target))
+        if tuple(target.shape) != (len(target), self.numbers) or output.shape != target.shape:
+            raise ValueError(
+                f"regression of {self.numbers} numbers: outputs have shape {tuple(output.shape)} "
+                f"and targets {tuple(target.shape)}; give (samples, {self.numbers}) of both"
+            )
+        if not torch.isfinite(output).all():
+            raise ValueError("an output is not a finite number, so its error is none")
+        error = output - target
+        parts = (error.abs(), error.square(), target, target.square())
+        self.sums += torch.stack([part.sum(0) for part in parts])
+        self.samples += len(target)
+
+    def __add__(self, other: Errors) -> Errors:
+        """Of the samples of both, such as of two ranks."""
+        if self.numbers != other.numbers:
+            raise ValueError(f"errors of {self.numbers} and of {other.numbers} numbers differ")
+        found = Errors(self.numbers)
+        found.sums, found.samples = self.sums + other.sums, self.samples + other.samples
+        return found
+
+    def summary(self) -> dict[str, float]:
+        """Mean errors over all numbers and of each, and the share of the variance that is
+        explained (r2); nan where there is nothing to say."""
+        n = self.samples
+        absolute, square, total, squares = (self.sums / n if n else self.sums * NAN).unbind()
+        variance = squares - total.square()
+        share = [1 - float(e / v) if v > 0 else NAN for e, v in zip(square, variance, strict=True)]
+        found = {"mse": float(square.mean()), "mae": float(absolute.mean()), "r2": mean(share)}
+        for name, values in (("mae", absolute.tolist()), ("r2", share)):
+            found |= {f"{name}_{i}": value for i, value in enumerate(values)}
+        return found
+
+
 # Task to the shapes it asks for.
 TASKS = {
     "classification": "give (samples, classes) and (samples,)",

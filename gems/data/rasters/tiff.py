@@ -23,8 +23,9 @@ MICRONS = {2: 25_400.0, 3: 10_000.0}  # per unit of resolution: inch, centimetre
 class Tiff:
     """The tiled pages of a TIFF that are the same picture in several sizes.
 
-    Raises `GemsError` if tifffile cannot give what OpenSlide would: other compressions, missing
-    tiles, several planes. A mask may have one channel and any type of whole numbers.
+    Raises `GemsError` if tifffile cannot give what OpenSlide would: other compressions, several
+    planes. A tile without bytes is all `fill`, as GDAL's sparse files have them. A mask may have
+    one channel and any type of whole numbers.
     """
 
     def __init__(self, path: Path, fill: int = WHITE, colours: tuple[int, ...] = (3,)) -> None:
@@ -58,6 +59,9 @@ class Tiff:
     def _decode(self, page: Any, number: int) -> Pixels:
         # pread keeps no position, so threads do not disturb each other.
         offset, count = page.dataoffsets[number], page.databytecounts[number]
+        if count == 0:
+            shape = page.tilelength, page.tilewidth, page.samplesperpixel
+            return np.broadcast_to(np.array(self._fill, page.dtype), shape)
         encoded = os.pread(self._file.filehandle.fileno(), count, offset)
         if len(encoded) < count:
             raise GemsError(
@@ -132,8 +136,8 @@ def _problems(page: Any, colours: tuple[int, ...]) -> list[str]:
         found.append(f"{name} is compressed by {page.compression!r}")
     elif page.compression != 1 and not _decodes(page.compression):
         found.append(f"{name} is compressed by {page.compression!r}: `pip install imagecodecs`")
-    if min(page.databytecounts, default=0) == 0:
-        found.append(f"{name} lacks tiles")
+    if max(page.databytecounts, default=0) == 0:
+        found.append(f"{name} lacks all tiles")
     return found
 
 

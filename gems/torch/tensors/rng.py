@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -35,8 +36,24 @@ def key(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What one call drew: for dropout the cells of its box that stay, in host memory; for others
+    the key of the generator."""
+
+    step: int
+    micro_batch: int
+    name: str
+    key: int = 0
+    shape: tuple[int, ...] = ()
+    box: Box | None = None
+    kept: Tensor | None = None
+
+
 class Draws:
     """The random numbers of one rank; `at(step, micro_batch)` sets where training is."""
+
+    noted: list[Drawn] | None = None  # a list, if somebody wants to see what was drawn
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -53,7 +70,10 @@ class Draws:
         generator = self._generator()
         with _lock:
             state = generator.get_state()
-            generator.manual_seed(key(self.seed, *self.where, name))
+            seed = key(self.seed, *self.where, name)
+            generator.manual_seed(seed)
+            if self.noted is not None:
+                self.noted.append(Drawn(*self.where, name, seed))
             try:
                 yield
             finally:
@@ -69,7 +89,10 @@ class Draws:
 
     def _kept(self, name: str, shape: Sequence[int], box: Box, p: float) -> Tensor:
         outer, inner = self._places(tuple(shape), box)
-        return _kept(outer + key(self.seed, *self.where, name), inner, p)
+        kept = _kept(outer + key(self.seed, *self.where, name), inner, p)
+        if self.noted is not None:
+            self.noted.append(Drawn(*self.where, name, 0, tuple(shape), box, kept.cpu()))
+        return kept
 
     def _places(self, shape: tuple[int, ...], box: Box) -> tuple[Tensor, Tensor]:
         """Numbers of the cells of a box in the whole tensor, times `GOLDEN`: the sum of what all
