@@ -23,7 +23,7 @@ DATA = {
     "--app": choice(
         APP_NAMES,
         "pictures",
-        "kind of data. medical (1): tiles of whole-slide images, or pictures in a folder per class; "
+        "kind of data. medical (1): tiles of whole-slide images, or pictures, a folder per class; "
         "cifar (2): CIFAR-10; synthetic (3): noise of any size; folders: pictures, a folder per "
         "class; volumes: 3-D, HDF5 or Zarr; pictures (default): crops of the pictures of "
         "scikit-image, each a class",
@@ -37,7 +37,8 @@ DATA = {
     "--labels": string(
         None,
         "medical: a CSV file slide,label or slide,x,y,label, or the word folders: a folder per "
-        "class (default, if there are two or more and no file beside them); volumes: an array's name or a CSV file (default labels)",
+        "class (default, if there are two or more and no file beside them); volumes: an array's "
+        "name or a CSV file (default labels)",
         "WHAT",
     ),
     "--masks": string(
