@@ -201,7 +201,8 @@ def cifar(folder: Path) -> Path:
 
 @shows("--app", "--datapath")
 def test_each_app_reads_its_own_data_from_where_it_is(tmp_path: Path, tissue: Sample) -> None:
-    assert set(SOURCES) == {"medical", "cifar", "synthetic", "folders", "volumes", "pictures"}
+    generated = {"synthetic", "pictures", "cosmology", "oct"}
+    assert set(SOURCES) == {"medical", "cifar", "folders", "volumes"} | generated
     for number, name in (("1", "medical"), ("2", "cifar"), ("3", "synthetic")):
         assert parsed("--app", number).app == parsed("--app", name).app == name
     slide = source_from(parsed("--app", "1", "--datapath", tissue.slide, "--image-size", 256))
@@ -209,6 +210,10 @@ def test_each_app_reads_its_own_data_from_where_it_is(tmp_path: Path, tissue: Sa
     train, test = divided(parsed("--app", "2", "--datapath", cifar(tmp_path)))
     assert (len(train), len(test)) == (10, 2) and train.names[0] == "airplane"
     assert isinstance(source_from(parsed("--app", "3", "--samples", 2)), Synthetic)
+    cubes = ["--app", "cosmology", "--model", "cosmoflow", "--image-size", 8, "--samples", 2]
+    assert source_from(parsed(*cubes)).task == "regress"
+    scans = ["--app", "oct", "--model", "relaynet", "--image-size", 64, "--samples", 2]
+    assert source_from(parsed(*scans)).task == "segment"
     assert source_from(parsed("--samples", 4)).names[0] == "ihc", "pictures, unless told"
     assert main(["train", "--app", "cifar"]) == 1, "where?"
 
@@ -226,18 +231,21 @@ def test_pictures_in_folders_have_classes_in_the_order_of_their_names(tmp_path: 
     assert turned.names == ("dog", "cat") and int(turned.target(0, ())) == 1
 
 
-@shows("--labels", "--masks")
-def test_labels_and_masks_are_those_that_were_named(tmp_path: Path, tissue: Sample) -> None:
+@shows("--labels", "--masks", "--targets")
+def test_labels_masks_and_targets_are_those_that_were_named(tmp_path: Path, tissue: Sample) -> None:
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file["images"] = np.zeros((3, 4, 4, 4), np.float32)
         file["labels"], file["other"] = np.array([0, 1, 0]), np.array([0, 1, 2])
         file["seg"] = np.ones((3, 4, 4, 4), np.uint8)
+        file["omega"] = np.array([[0.25], [0.5], [0.75]], np.float32)
     volumes = ["--app", "volumes", "--datapath", tmp_path / "v.h5"]
     assert source_from(parsed(*volumes)).classes == 2
     assert source_from(parsed(*volumes, "--labels", "other")).classes == 3
     masked = source_from(parsed(*volumes, "--masks", "seg", "--class-names", "a,b"))
     assert isinstance(masked, Volumes) and masked.task == "segment"
     assert masked.target(0, (slice(4),) * 3).all()
+    regressed = source_from(parsed(*volumes, "--targets", "omega"))
+    assert regressed.task == "regress" and float(np.asarray(regressed.target(1, ()))) == 0.5
     slides = ["--app", "medical", "--datapath", tissue.slide, "--image-size", 128]
     assert source_from(parsed(*slides)).classes == 0
     said = source_from(parsed(*slides, "--labels", tissue.labels))

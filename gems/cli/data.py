@@ -23,7 +23,7 @@ DATA = {
     "--app": choice(
         APP_NAMES,
         "pictures",
-        "kind of data. medical (1): tiles of whole-slide images, or pictures in class folders; "
+        "kind of data. medical (1): tiles of whole-slide images, or pictures, a folder per class; "
         "cifar (2): CIFAR-10; synthetic (3): noise of any size; folders: pictures, a folder per "
         "class; volumes: 3-D, HDF5 or Zarr; pictures (default): crops of the pictures of "
         "scikit-image, each a class; cosmology: generated cubes, four numbers of each to regress; "
