@@ -333,18 +333,19 @@ class Job:
     def _end(self) -> None:
         if self.given.export:
             self.trainer.export(self.given.export)
-        finish(self, self._maps())
+        finish(self, _maps(self))
         self.journal.close()
         self.batches.close()
         self.trainer.close()
 
-    def _maps(self) -> list[Path]:
-        """Heat maps of the slides, with all their tiles."""
-        if not wanted(self.given):
-            return []
-        source = source_from(self.given)
-        _, likely = predicted(self.given, self.trainer, source, self.size, self.first)
-        return heat_maps(self.given, source, likely) if self.first else []
+
+def _maps(job: Job) -> list[Path]:
+    """Heat maps of the slides, with all their tiles."""
+    if not wanted(job.given):
+        return []
+    source = source_from(job.given)
+    _, likely = predicted(job.given, job.trainer, source, job.size, job.first)
+    return heat_maps(job.given, source, likely) if job.first else []
 
 
 def trainer_from(

@@ -54,12 +54,15 @@ class Oct:
         return self.samples
 
     def read(self, index: int, box: Box) -> Image:
-        mask = self.target(index, box)
+        mask = self._mask(index, box)
         bright = np.array((*BRIGHT[: self.classes - 1], BRIGHT[-1]), np.float32)[mask]
         noise = Synthetic(self.shape[1:], 2, self.channels, self.samples, seed=self.seed)
         return bright + np.float32(SPECKLE) * noise.read(index, box)
 
     def target(self, index: int, box: Box) -> Target:
+        return self._mask(index, box)
+
+    def _mask(self, index: int, box: Box) -> npt.NDArray[np.int64]:
         (top, bottom), (left, right) = spans(box, self.shape[1:])
         rows = np.arange(top, bottom, dtype=np.float64)[:, None]
         mask = np.zeros((bottom - top, right - left), np.int64)
