@@ -29,7 +29,11 @@ WHEEL := dist/check
 # The environment variables reach the build of the package itself, which `-c` does not: the first
 # is read by pip up to 25.2, the second by later ones.
 PIP_INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
+# pip would compile every module of torch and all else, on one core: more than half of its time.
+# Instead those that training imports, once, and for the tests all of them on all cores (but for
+# templates among them that are no Python).
+COMPILE = env -u PYTHONDONTWRITEBYTECODE $(PY)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test quick check lint format types unit browser pictures wheel clean
@@ -108,11 +112,13 @@ clean:
 $(RUN): pyproject.toml constraints.txt | $(PY)
 	@echo "installing gems and torch into $(VENV)"
 	@$(PIP_INSTALL) -e '.[torch,data]'
+	@$(COMPILE) -c 'import gems.cli.main, gems.torch.trainer'
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	@echo "installing gems, torch and the tools of development into $(VENV)"
 	@$(PIP_INSTALL) -e '.[torch,data,dev]'
+	@$(COMPILE) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@ $(RUN)
 
 $(PY):

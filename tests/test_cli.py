@@ -28,7 +28,7 @@ SMALL = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--
 def test_the_table_of_the_readme_is_what_gems_draw_says(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     rows = re.findall(r"^\| `(--[^`]*)`[^|]*\| (\d+) \| ", readme, re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 8
     for options, step in rows:
         assert main(["draw", "--stages", "4", *options.split()]) == 0
         assert f"step {step} units" in capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_plan_writes_a_plan_that_train_and_simulate_read(
             "nothing fits 2 ranks with 1000 B each",
         ),
         (["train", "--batch-size", "3", "--parts", "2"], "not a multiple of --parts 2"),
-        (["draw", "--stages", "2", "--balance", "a"], "neither time, memory nor numbers"),
+        (["draw", "--stages", "2", "--balance", "a"], "neither time, memory, layers nor numbers"),
         (["draw", "missing.json"], "missing.json"),
         (["draw", "t.json", "--actions"], "t.json is a timeline, which has no schedule to print"),
         (["draw", "t.json", "--machine", "v100"], "t.json has its times, or takes unit costs"),

@@ -61,7 +61,11 @@ OTHERS = {
     "--nnodes",
     "--master-addr",
     "--cases",
-}  # options of torchrun and of our tests
+    *("--export-all", "--hostfile"),  # of mpirun_rsh
+    *("--halo-len", "--in-channels", "--out-channels", "--iterations", "--warmup"),  # of MPI4DL
+    *("--enable-dp", "--dp-per-node", "--mem-per-process", "--unet-b", "--unet-c"),
+    *("--fp16-allreduce", "--num-gpus-mp", "--num-gpu-per-node"),
+}  # options of torchrun, of our tests, and as the comments say
 COMMANDS = (
     *("train", "eval", "plan", "simulate", "draw", "check", "verify", "trace", "machine"),
     "doctor",

@@ -15,7 +15,6 @@ from gems.plans.plan import Plan
 from tests.exact import assert_equal, batches, plainly, planned
 from tests.generate.cases import Case, draw, shown
 from tests.generate.known import known
-from tests.generate.layers import IMAGE, SEQUENCE
 from tests.generate.models import Model, Piece
 from tests.generate.run import crashed, judge
 
@@ -48,17 +47,6 @@ def test_the_cases_have_all_there_is() -> None:
         "optimizer_step",
     ):
         assert any(name in case.plan for case in cases), name
-
-
-@pytest.mark.parametrize("kind", sorted({*IMAGE, *SEQUENCE}))
-def test_a_slice_without_samples_is_no_trouble_to_any_layer(kind: str) -> None:
-    """One sample for two slices: the second rank has none, and must take part all the same."""
-    plan = {"stages": 1, "micro_batches": 1, "schedule": "sequential", "data": 1, "local_dp": 2}
-    shape = (4, 6) if kind in SEQUENCE else (4, 6, 5)
-    for seed in (45, 1, 2):  # 45 is an instance norm with weights
-        model = Model(seed=seed, shape=shape, pieces=(Piece(kind, seed),))
-        verdict = judge(Case(kind, model, plan, batches=(1, 4, 1)))
-        assert not verdict.failed, f"{seed}: {verdict.kind}: {verdict.text}\n{verdict.trace}"
 
 
 FROZEN = [
@@ -114,15 +102,3 @@ def test_torchs_fused_sgd_does_not_take_a_first_gradient_that_comes_late() -> No
         optimizer.step()
     assert crashed(error.value).kind == "invalid"
     assert crashed(TypeError("got NoneType")).kind == "crashed"
-
-
-@pytest.mark.parametrize("kind", IMAGE)
-def test_a_tile_without_cells_is_no_trouble_to_any_layer(kind: str) -> None:
-    """Three ranks for two columns, recomputed. All tensors without cells have one address, and one
-    that backward had saved was once taken for a padded tile: `where` got a condition of numbers."""
-    pool, *_ = drawn(9033).model.pieces  # five columns to two
-    pieces = (pool, Piece(kind, 5, joint="where", back=5))
-    model = Model(seed=1, shape=(4, 5, 5), pieces=pieces)
-    plan = {"stages": 1, "schedule": "sequential", "spatial": ((1, 3),), "recompute": (("",),)}
-    verdict = judge(Case("empty tile", model, plan, batches=(4, 4)))
-    assert not verdict.failed, f"{verdict.kind}: {verdict.text}\n{verdict.trace}"

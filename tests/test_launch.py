@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gems.errors import GemsError, PeerError
 from gems.torch import launch
 from gems.torch.launch import connect
-from gems.torch.launchers import Place, first_host, place
+from gems.torch.launchers import SIGNS, Place, first_host, place
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = [sys.executable, str(SCRIPTS / "train.py")]
@@ -47,6 +47,7 @@ MVAPICH_SETS = {
     "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
+MVAPICH_3_SETS = {key.replace("MV2", "MVP"): value for key, value in MVAPICH_SETS.items()}
 FLUX_SETS = {
     "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "1",
     "FLUX_JOB_ID": "f3ETxsR9H", "PMI_RANK": "1", "PMI_SIZE": "2",
@@ -168,6 +169,7 @@ ON_ONE_NODE = {
     "mpirun (Open MPI)": OPEN_MPI_SETS,
     "mpirun (MPICH, Intel MPI)": MPICH_SETS,
     "mpirun_rsh (MVAPICH2)": MVAPICH_SETS,
+    "mpirun_rsh (MVAPICH 3)": MVAPICH_3_SETS,
     "flux run": FLUX_SETS,
     "mpiexec (PALS)": PALS_SETS,
     "mpiexec (Cray PMI)": CRAY_SETS,
@@ -177,6 +179,7 @@ NODES_OF = {  # what tells of several nodes
     "mpirun (Open MPI)": {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     "mpirun (MPICH, Intel MPI)": {"MPI_LOCALNRANKS": "1", "PMI_JOBID": "4"},
     "mpirun_rsh (MVAPICH2)": {"MV2_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_PORT": "29500"},
+    "mpirun_rsh (MVAPICH 3)": {"MVP_COMM_WORLD_LOCAL_SIZE": "1", "MPISPAWN_MPIRUN_ID": "4321"},
     "flux run": {"FLUX_JOB_NNODES": "2"},
     "mpiexec (PALS)": {"PALS_LOCAL_SIZE": "1"},
     "mpiexec (Cray PMI)": {"PMI_LOCAL_SIZE": "1", "PMI_JOBID": "4"},
@@ -257,6 +260,14 @@ def test_a_rank_without_a_size_does_not_train_by_itself(
 ) -> None:
     with pytest.raises(GemsError, match=f"{variable} is 1, so this is one of several.*WORLD_SIZE"):
         place(sets)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_process_with_signs_of_a_launcher_does_not_train_by_itself(sign: str) -> None:
+    """Story: ranks of a launcher that was not known each trained alone, in the same folder."""
+    with pytest.raises(GemsError, match=f"{sign} is 1, so a launcher started.*RANK and WORLD_SIZE"):
+        place({sign: "1"})
+    assert place({sign: "0", "RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
 @pytest.mark.parametrize("sets", [PMIX_SETS, PALS_PMIX_SETS], ids=["PMIx", "PALS"])

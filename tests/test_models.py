@@ -34,6 +34,7 @@ TINY = {
         (2, 3, 37, 30),
         (2, 5),
     ),
+    "convolution": ({"width": 4, "halo": 2, "num_classes": 5}, (2, 3, 9, 8), (2, 5)),
     "unet": ({"width": 4, "levels": 3}, (1, 3, 13, 18), (1, 2, 13, 18)),
     "relaynet": ({"width": 4, "num_classes": 5}, (1, 1, 21, 19), (1, 5, 21, 19)),
     "cosmoflow": ({"image_size": 32, "width": 2}, (2, 4, 32, 32, 32), (2, 4)),

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import gems
 from gems.cli.main import main
 from gems.engine.executor import Engine
 from gems.errors import PlanError, ScheduleError
@@ -22,7 +23,7 @@ from gems.schedule import nccl
 from gems.schedule.action import Schedule, parse
 from gems.schedule.build import build, lowered
 from gems.schedule.communicators import Communicator, Operation, communicators, issued
-from gems.schedule.lower.passes import lower
+from gems.schedule.lower.passes import forward_only, lower
 from gems.schedule.lower.reduce import overlaps
 from gems.schedule.validate import check
 from gems.torch.rank_model import require_queues
@@ -62,9 +63,14 @@ def families() -> Iterator[Plan]:
         for name in ("gems", "gems-zb"):
             for zero in (0, 1, 2):
                 yield Plan(stages=p, schedule=name, replications=2, zero=zero)
+            for parts in (2, 3):
+                yield Plan(stages=p, schedule=name, replications=parts, max_in_flight=parts)
             for spatial in (("1x2",), ("2x2",), ("2x2", "1x2"), ("3x1",)):
                 yield Plan(stages=p, schedule=name, spatial=spatial, replications=2)
                 yield Plan(stages=p, schedule=name, spatial=spatial, data=2)
+                yield Plan(
+                    stages=p, schedule=name, spatial=spatial, replications=2, max_in_flight=2
+                )
     for p in (2, 4):
         for zero in (0, 1, 2, 3):
             for step in ("end", "eager") if zero in (0, 3) else ("end",):
@@ -89,6 +95,7 @@ def test_no_family_hangs() -> None:
     for plan, schedule in schedules():
         assert nccl.check(schedule, plan) == [], plan
         assert nccl.queues(schedule, plan) == 1, plan
+        assert nccl.check_prediction(plan) == [], plan
 
 
 def skipping() -> Iterator[Plan]:
@@ -116,7 +123,7 @@ def test_plans_with_skips_do_not_hang_with_as_many_queues_as_streams() -> None:
     needed: dict[str, int] = {}
     for plan in skipping():
         schedule = unproven(plan)
-        assert nccl.check(schedule, plan) == [], plan
+        assert nccl.check(schedule, plan) == nccl.check_prediction(plan) == [], plan
         queues = nccl.queues(schedule, plan)
         assert queues in (1, 1 + made.most_communicators(plan))
         needed[plan.schedule] = max(needed.get(plan.schedule, 1), queues)
@@ -144,6 +151,7 @@ def test_no_plan_with_any_options_hangs(tiles: bool) -> None:
     for plan in drawn:
         assert nccl.check(unproven(plan), plan) == [], plan
         assert nccl.queues(unproven(plan), plan) == 1, plan
+        assert nccl.check_prediction(plan) == [], plan
 
 
 def test_what_ends_with_one_queue_ends_with_any_number() -> None:
@@ -262,6 +270,18 @@ def test_an_all_reduce_that_is_moved_on_one_rank_is_found() -> None:
         "the group of ranks 0, 1, operation 0: rank 0 issues 0A, rank 1 1A; issue them in one "
         "order on all its ranks"
     ]
+
+
+def test_a_prediction_whose_messages_are_received_in_another_order_is_found() -> None:
+    plan = Plan(stages=2, micro_batches=2)
+    trained, right = lowered(plan), forward_only(plan)
+    rows = [list(row) for row in right.ranks]
+    a, b = (k for k, action in enumerate(rows[1]) if action.way == "<")
+    rows[1][a], rows[1][b] = rows[1][b], rows[1][a]
+    wrong = Schedule(tuple(map(tuple, rows)))
+    with mock.patch.object(nccl, "forward_only", return_value=wrong):
+        found = check(trained, plan)
+    assert found and "in prediction under NCCL" in found[0]
 
 
 def test_two_ranks_that_read_before_they_send_hang_warm() -> None:
@@ -412,3 +432,10 @@ def test_gems_check_says_what_was_proven(capsys: pytest.CaptureFixture[str]) -> 
     )
     assert main(["check", "--stages", "1"]) == 0
     assert "NCCL" not in capsys.readouterr().out
+
+
+def test_gems_plan_proves_what_it_returns() -> None:
+    model, sample = network(), torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+    found = mock.patch.object(nccl, "check", return_value=["a seeded mistake"])
+    with found, pytest.raises(ScheduleError, match="a seeded mistake"):
+        gems.plan(model, sample, ranks=2, micro_batches=2)

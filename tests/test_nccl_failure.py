@@ -165,3 +165,11 @@ def test_a_descriptor_that_is_a_file_by_now_is_no_connection(tmp_path: Path) -> 
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         os.close(file)
+
+
+def test_a_rank_that_falls_silent_is_lost_within_half_a_minute() -> None:
+    """By the constants: seconds without a sign, then until the watch looks, and until it ends."""
+    timeout = torch_distributed.TIMEOUT
+    beat = min(heartbeat.SLOWEST, timeout / heartbeat.BEATS)
+    assert timeout + beat <= 30
+    assert heartbeat.HUNG_UP + beat + torch_distributed.COMING_BACK <= 30

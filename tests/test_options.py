@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ from gems.schedule.build import lowered
 from tests.runs import PIXELS, TINY, Run, judged, parsed, parser_of, trained
 
 SHOWN: dict[str, str] = {}  # option: the test that fails if it is ignored
-ELSEWHERE = {"--help", "-h", "--config"}  # test_config.py
+ELSEWHERE = {"--help", "-h", "--config", "--like"}  # test_config.py, test_from_mpi4dl.py
 RESNET = ["--model", "resnet-v2", "--num-layers", "11", "--num-filters", "4", "--batch-size", "3"]
 RESNET += ["--app", "synthetic", "--samples", "4", "--image-size", "8", "--num-classes", "2"]
 T = TypeVar("T")
@@ -115,10 +116,13 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--stages 4", {"depth": 4, "ranks": 4}),
     ("--parts 4", {"micro_batches": 4}),
     ("--times 2 --parts 3", {"schedule": "gems", "replications": 6, "micro_batches": 12}),
+    ("--times 2 --parts 3 --schedule gems-zb", {"max_in_flight": 3}),
     ("--schedule gpipe", {"schedule": "gpipe"}),
     ("--data 2", {"data": 2, "world": 2}),
     ("--stages 4 --ranks 2 --schedule interleaved", {"ranks": 2}),
     ("--stages 4 --placement fold --schedule auto", {"placement": "fold", "ranks": 2}),
+    ("--stages 5 --placement levels --schedule auto", {"placement": "levels", "ranks": 3}),
+    ("--stages 5 --balance layers", {"balance": "layers"}),
     ("--schedule auto --bidirectional", {"bidirectional": True, "directions": 2}),
     ("--schedule auto --max-in-flight 3", {"max_in_flight": 3}),
     ("--stages 2 --balance 3,1", {"balance": (3, 1)}),
@@ -197,7 +201,8 @@ def cifar(folder: Path) -> Path:
 
 @shows("--app", "--datapath")
 def test_each_app_reads_its_own_data_from_where_it_is(tmp_path: Path, tissue: Sample) -> None:
-    assert set(SOURCES) == {"medical", "cifar", "synthetic", "folders", "volumes", "pictures"}
+    generated = {"synthetic", "pictures", "cosmology", "oct"}
+    assert set(SOURCES) == {"medical", "cifar", "folders", "volumes"} | generated
     for number, name in (("1", "medical"), ("2", "cifar"), ("3", "synthetic")):
         assert parsed("--app", number).app == parsed("--app", name).app == name
     slide = source_from(parsed("--app", "1", "--datapath", tissue.slide, "--image-size", 256))
@@ -205,6 +210,10 @@ def test_each_app_reads_its_own_data_from_where_it_is(tmp_path: Path, tissue: Sa
     train, test = divided(parsed("--app", "2", "--datapath", cifar(tmp_path)))
     assert (len(train), len(test)) == (10, 2) and train.names[0] == "airplane"
     assert isinstance(source_from(parsed("--app", "3", "--samples", 2)), Synthetic)
+    cubes = ["--app", "cosmology", "--model", "cosmoflow", "--image-size", 8, "--samples", 2]
+    assert source_from(parsed(*cubes)).task == "regress"
+    scans = ["--app", "oct", "--model", "relaynet", "--image-size", 64, "--samples", 2]
+    assert source_from(parsed(*scans)).task == "segment"
     assert source_from(parsed("--samples", 4)).names[0] == "ihc", "pictures, unless told"
     assert main(["train", "--app", "cifar"]) == 1, "where?"
 
@@ -223,19 +232,20 @@ def test_pictures_in_folders_have_classes_in_the_order_of_their_names(tmp_path: 
 
 
 @shows("--labels", "--masks", "--targets")
-def test_labels_and_masks_are_those_that_were_named(tmp_path: Path, tissue: Sample) -> None:
+def test_labels_masks_and_targets_are_those_that_were_named(tmp_path: Path, tissue: Sample) -> None:
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file["images"] = np.zeros((3, 4, 4, 4), np.float32)
         file["labels"], file["other"] = np.array([0, 1, 0]), np.array([0, 1, 2])
         file["seg"] = np.ones((3, 4, 4, 4), np.uint8)
+        file["omega"] = np.array([[0.25], [0.5], [0.75]], np.float32)
     volumes = ["--app", "volumes", "--datapath", tmp_path / "v.h5"]
     assert source_from(parsed(*volumes)).classes == 2
     assert source_from(parsed(*volumes, "--labels", "other")).classes == 3
     masked = source_from(parsed(*volumes, "--masks", "seg", "--class-names", "a,b"))
     assert isinstance(masked, Volumes) and masked.task == "segment"
     assert masked.target(0, (slice(4),) * 3).all()
-    numbers = source_from(parsed(*volumes, "--targets", "other", "--class-names", "h"))
-    assert (numbers.task, numbers.names, numbers.target(2, ())) == ("regress", ("h",), [2.0])
+    regressed = source_from(parsed(*volumes, "--targets", "omega"))
+    assert regressed.task == "regress" and list(regressed.target(1, ())) == [0.5]
     slides = ["--app", "medical", "--datapath", tissue.slide, "--image-size", 128]
     assert source_from(parsed(*slides)).classes == 0
     said = source_from(parsed(*slides, "--labels", tissue.labels))
@@ -455,12 +465,15 @@ def test_a_run_begins_with_weights_or_goes_on_from_a_checkpoint(tmp_path: Path, 
     assert further.losses == whole.losses[3:], "bit for bit, as if it had never ended"
 
 
-@shows("--verbose")
+@shows("--verbose", "-v")
 def test_verbose_tells_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained(tmp_path / "a", "--save", "--no-enable-evaluation")
-    assert "saved step" not in caplog.text
-    trained(tmp_path / "b", "--save", "--no-enable-evaluation", "--verbose")
+    trained(tmp_path / "a", "--save")
+    assert "saved step" not in caplog.text and "images/s" not in caplog.text
+    trained(tmp_path / "b", "--save", "-v")
     assert "saved step 3" in caplog.text
+    assert re.search(r"step 3 of 3, epoch 0  loss \d.* images/s", caplog.text)
+    assert "evaluated after step 3: accuracy" in caplog.text
+    assert parsed("--verbose").verbose
 
 
 # --- the training ---------------------------------------------------------------------------------
@@ -659,7 +672,7 @@ def test_heat_maps_show_the_class_that_was_asked_for(tmp_path: Path, tissue: Sam
         ("--num-layers 3", "--num-layers is for networks by name"),
         ("--times 1 --schedule 1f1b", "'1f1b' is not one"),
         ("--fused-layers 2", "is for halo='d2'"),
-        ("--max-in-flight 2", "applies to schedule 'auto'"),
+        ("--max-in-flight 2", "applies to schedules 'auto'"),
         ("--memory much", "is not a size"),
         ("--machine abacus", "there is no machine 'abacus'"),
     ],

@@ -240,13 +240,16 @@ MISTAKES = [
     ),
     (
         dict(stages=2, max_in_flight=3),
-        "max_in_flight=3 applies to schedule 'auto', not '1f1b'; remove it",
+        "max_in_flight=3 applies to schedules 'auto', 'gems' and 'gems-zb', not '1f1b'; remove it",
     ),
     (
         dict(stages=2, schedule="auto", max_in_flight=-1),
         "max_in_flight is -1; give 1 or more, or leave it out",
     ),
-    (dict(stages=2, placement="ring"), "'ring' is unknown; choose one of straight, fold or write"),
+    (
+        dict(stages=2, placement="ring"),
+        "'ring' is unknown; choose one of straight, fold, levels or write",
+    ),
     (
         dict(stages=4, placement="fold", ranks=3),
         "a fold of 4 stages takes 2 ranks, not 3; leave ranks out or write out the placement",
@@ -254,7 +257,8 @@ MISTAKES = [
     (dict(stages=2, ranks=4), "4 ranks for 2 stages leave ranks without work; use more stages"),
     (dict(stages=3, placement=(0, 1)), "placement names 2 ranks for 3 stages; give one each"),
     (dict(stages=2, placement=(0, 2)), "(0, 2) must use every rank from 0 to 2 and no other"),
-    (dict(stages=2, balance="luck"), "balance 'luck' is neither 'time', 'memory' nor counts"),
+    (dict(stages=2, balance="luck"), "balance 'luck' is unknown; choose one of time"),
+    (dict(stages=3, balance=(1, 1, 1), placement="levels"), "placement 'levels' finds boundaries"),
     (dict(stages=3, balance=(4, 5)), "balance has 2 numbers for 3 stages; give one each"),
     (dict(stages=2, balance=(4, 0)), "balance (4, 0) must give every stage at least one layer"),
     (

@@ -114,6 +114,18 @@ def test_spatial_stages_end_before_what_cannot_be_tiled() -> None:
     assert alone == [0] * 7, "whoever tiles it raises, with the reason"
 
 
+def test_equal_numbers_of_layers_are_a_word() -> None:
+    graph = resnet()
+    costs = estimate(graph, V100)
+    count = len(graph.layers)
+    equal = stages(Plan(stages=4, balance="layers"), graph, costs)
+    counts = tuple(count // 4 + (s < count % 4) for s in range(4))
+    assert sum(counts) == count and equal == stages(Plan(stages=4, balance=counts), graph, costs)
+    assert equal != stages(Plan(stages=4), graph, costs)
+    with pytest.raises(PlanError, match=f"cannot divide {count} layers among {count + 1} stages"):
+        stages(Plan(stages=count + 1, balance="layers"), graph, costs)
+
+
 # --- what tiles cost ------------------------------------------------------------------------------
 
 

@@ -92,6 +92,10 @@ CASES = {
     "zero-bubble, 3 ranks": ("resnet", Plan(stages=3, micro_batches=4, schedule="zero-bubble")),
     "gems, 3 ranks": ("resnet", Plan(stages=3, replications=2, schedule="gems")),
     "gems-zb, 4 ranks, U-Net": ("unet", Plan(stages=4, replications=2, schedule="gems-zb")),
+    "gems, 4 ranks, two parts a batch": (
+        "resnet",
+        Plan(stages=4, replications=4, schedule="gems", max_in_flight=2),
+    ),
     "fold, 2 ranks, integers": (
         "pointers",
         Plan(stages=4, micro_batches=3, schedule="auto", placement="fold"),
@@ -151,6 +155,15 @@ def test_gems_never_keeps_more_than_one_micro_batch_per_rank(stages: int) -> Non
     for number, (_, activations, _, _, _) in enumerate(results):
         own = {size for (stage, _), size in activations.items()}
         assert most(timeline, number, "activations") == max(own)
+
+
+def test_gems_never_keeps_more_micro_batches_than_a_batch_has() -> None:
+    plan = Plan(stages=3, replications=4, schedule="gems", max_in_flight=2)
+    results = spawn(plan.world, measured, plan, 1)
+    timeline = results[0][0]
+    assert timeline.max_in_flight == (2,) * 3
+    for number, (_, activations, _, _, _) in enumerate(results):
+        assert most(timeline, number, "activations") <= 2 * max(activations.values())
 
 
 def test_1f1b_keeps_as_many_as_there_are_stages_to_come() -> None:

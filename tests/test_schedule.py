@@ -206,6 +206,40 @@ def test_at_four_stages_and_eight_samples_bidirectional_zero_bubble_is_1_4_times
     assert master / length(Plan(stages=4, schedule="gems-zb", replications=4)) >= 1.4
 
 
+# Stages, times, parts, units one micro-batch after the other, pipelined, and with a split backward.
+PARTS = [
+    *((2, 1, parts, *units) for parts, *units in [(2, 21, 12, 12), (4, 41, 24, 24)]),
+    *((4, 1, parts, *units) for parts, *units in [(2, 39, 26, 18), (4, 75, 29, 25)]),
+    *((8, 1, parts, *units) for parts, *units in [(4, 143, 57, 40), (8, 279, 64, 51)]),
+    (4, 2, 4, 147, 53, 49),
+]
+
+
+@pytest.mark.parametrize(("p", "times", "parts", "alone", "pipelined", "split"), PARTS)
+def test_parts_of_a_batch_are_pipelined_both_ways_in_the_memory_of_one_batch(
+    p: int, times: int, parts: int, alone: int, pipelined: int, split: int
+) -> None:
+    """Story: `--times 1 --parts 4` ran eight micro-batches one after the other, 75 units."""
+    assert length(Plan(stages=p, schedule="gems", replications=times * parts)) == alone
+    for name, units in (("gems", pipelined), ("gems-zb", split)):
+        plan = Plan(stages=p, schedule=name, replications=times * parts, max_in_flight=parts)
+        assert length(plan) == units
+        assert max(counted(build(plan))) <= parts
+        assert check(lowered(plan), plan) == []
+
+
+@pytest.mark.parametrize("name", ["gems", "gems-zb"])
+@pytest.mark.parametrize("spatial", [("2x2",), ("2x2", "1x2")])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_ranks_of_two_spatial_groups_hold_no_more_than_one_batch_either(
+    name: str, spatial: tuple[str, ...], parts: int
+) -> None:
+    shape = dict(stages=3, schedule=name, replications=parts, spatial=spatial)
+    plan = Plan(**shape, max_in_flight=parts)  # type: ignore[arg-type]
+    assert max(counted(build(plan))) <= parts
+    assert length(plan) <= length(Plan(**shape))  # type: ignore[arg-type]
+
+
 def test_with_unequal_costs_a_stage_still_takes_its_own_time() -> None:
     costs = Costs((Cost(f=1, i=2, w=3), Cost(f=4, i=5, w=6)))
     plan = Plan(stages=2, micro_batches=2, schedule="sequential")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 
+import rich.progress  # noqa: F401
 import torch
 import torch.distributed.checkpoint
+import yaml  # noqa: F401
 from torch import nn
 
 import gems.cli.job

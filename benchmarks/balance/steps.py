@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.prediction.pairs import NETWORKS as EVEN
@@ -12,7 +11,6 @@ from benchmarks.prediction.pairs import UNEVEN
 from gems.plans.plan import Plan
 from gems.predict.simulate import virtual
 from gems.predict.timeline import Memory
-from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 
 M = 8
@@ -20,20 +18,14 @@ NETWORKS = UNEVEN | {"ResNet-20 v1, 192 px": EVEN["ResNet-20 v1, 192 px"]}
 SPLITS = ("equal layers", "time, estimated", "time, measured", "memory")
 
 
-def _plan(network: str, split: str, stages: int) -> Plan:
-    balance: str | tuple[int, ...] = "memory" if split == "memory" else "time"
-    if split == "equal layers":
-        net = NETWORKS[network]
-        with torch.device("meta"):
-            graph = trace(net.make(), net.sample(M)).graph
-        count, more = divmod(len(graph.layers), stages)
-        balance = tuple(count + (s < more) for s in range(stages))
+def _plan(split: str, stages: int) -> Plan:
+    balance = {"memory": "memory", "equal layers": "layers"}.get(split, "time")
     return Plan(stages=stages, micro_batches=M, schedule="1f1b", balance=balance)
 
 
 @cache
 def _trainer(network: str, split: str) -> Trainer:
-    plan = _plan(network, split, dist.get_world_size())
+    plan = _plan(split, dist.get_world_size())
     costs = "measure" if split == "time, measured" else "estimate"
     return NETWORKS[network].trainer(plan, costs=costs)
 

@@ -15,8 +15,9 @@ from gems.files import read_text
 
 LARGEST = 1 << 20  # bytes of a file of options
 DEEPEST, MOST = 20, 10_000  # levels and values of it
-OF_ONE_RUN = ("checkpoint", "out", "heat-map")
-NOT_SAVED = {"help", "config", "resume", "overwrite"}  # they are about one start, not about the run
+OF_ONE_RUN = ("checkpoint", "out", "heat-map", "enable-evaluation")
+# About one start, not about the run; and what is in force without it.
+NOT_SAVED = {"help", "config", "like", "resume", "overwrite"}
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.cli.model_options import classes, image_shape, model_options
-from gems.cli.options import choice, count, path, real, string
+from gems.cli.options import changed, choice, count, path, real, string
 from gems.errors import GemsError
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ DATA = {
     "--app": choice(
         APP_NAMES,
         "pictures",
-        "kind of data. medical (1): tiles of whole-slide images; cifar (2): CIFAR-10; synthetic "
-        "(3): noise of any size; folders: pictures, a folder per class; volumes: 3-D, HDF5 or "
-        "Zarr; pictures (default): crops of the pictures of scikit-image, each a class; cosmology: "
-        "generated cubes, four numbers of each to regress; oct: generated scans of a retina, its "
-        "layers to segment",
+        "kind of data. medical (1): tiles of whole-slide images, or pictures, a folder per class; "
+        "cifar (2): CIFAR-10; synthetic (3): noise of any size; folders: pictures, a folder per "
+        "class; volumes: 3-D, HDF5 or Zarr; pictures (default): crops of the pictures of "
+        "scikit-image, each a class; cosmology: generated cubes, four numbers of each to regress; "
+        "oct: generated scans of a retina, its layers to segment",
         type=lambda text: APPS.get(text, text),
     ),
     "--datapath": path(
@@ -38,7 +38,8 @@ DATA = {
     "--labels": string(
         None,
         "medical: a CSV file slide,label or slide,x,y,label, or the word folders: a folder per "
-        "class; volumes: an array's name or a CSV file (default labels)",
+        "class (default, if there are two or more and no file beside them); volumes: an array's "
+        "name or a CSV file (default labels)",
         "WHAT",
     ),
     "--masks": string(
@@ -161,6 +162,11 @@ def _medical(given: argparse.Namespace) -> Any:
 
     if given.datapath is None:
         _take_sample(given)
+    elif given.labels is None and given.masks is None and (kind := _class_folders(given)):
+        if kind == "pictures":
+            given.app = "folders"
+            return _folders(given)
+        given.labels = "folders"
     return Slides(
         _path(given),
         given.image_size,
@@ -174,6 +180,27 @@ def _medical(given: argparse.Namespace) -> Any:
         tissue=given.tissue,
         bad=given.bad_slides,
     )
+
+
+def _class_folders(given: argparse.Namespace) -> str:
+    """What folders named like classes hold, "pictures" or "slides"; "" if they are no classes.
+
+    Samples of the published scripts are whole pictures, in a folder per class. They are tiled, as
+    slides are, if an option of tiles is given. Folders may also be patients: more than the network
+    has classes.
+    """
+    from gems.data.folders import ENDINGS
+    from gems.data.rasters.opening import TIFFS, is_slide
+
+    inside = [p for p in given.datapath.glob("**/*") if p.is_file() and is_slide(p)]
+    parts = {p.relative_to(given.datapath).parts for p in inside}
+    names = {each[0] for each in parts}
+    most = len(names) if given.num_classes is None else given.num_classes
+    if any(len(each) != 2 for each in parts) or not 2 <= len(names) <= most:
+        return ""
+    tiled = {"--mpp", "--magnification", "--level", "--stride", "--tissue"}
+    plain = {p.suffix.lower() for p in inside} <= ENDINGS - TIFFS
+    return "pictures" if plain and not tiled & set(changed(given, DATA)) else "slides"
 
 
 def _take_sample(given: argparse.Namespace) -> None:

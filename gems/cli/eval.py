@@ -2,7 +2,7 @@
 
 Weights come from a checkpoint of GEMS written under any plan, from a folder of a run (its best
 checkpoint), or from a plain state dict (.pt, .safetensors). Slides get heat maps:
-PNG, GeoJSON for QuPath and OME-TIFF.
+PNG, GeoJSON for QuPath and OME-TIFF. metrics.json has the metrics, and images per second.
 
   gems eval --config runs/train/config.yaml --checkpoint runs/train
   gems eval --app medical --datapath slide.svs --image-size 512 --checkpoint model.safetensors \\
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.cli.config import add_config
 from gems.cli.heat_maps import heat_map_options, heat_maps, wanted
+from gems.cli.like import LIKE
 from gems.cli.model_options import micro_batch
 from gems.cli.options import add_options, choice, count, path
+from gems.cli.progress import Pace
 from gems.cli.train import add_running, held, planned
 from gems.errors import GemsError
 from gems.files import write
@@ -28,12 +31,18 @@ from gems.plans.plan import Plan
 if TYPE_CHECKING:
     from gems.data.source import Source
 
+log = logging.getLogger(__name__)
 EVALUATION = {
     "--part": choice(
         ("held-out", "train", "all"),
         None,
         "which samples (default: held-out, or all if there are no labels)",
     ),
+    "--enable-evaluation": {
+        "action": "store_true",
+        "help": "without --checkpoint, evaluate with random weights, to measure speed; otherwise "
+        "what this command does anyway",
+    },
     "--ignore-index": count(-100, "class that metrics ignore (default -100)"),
     "--out": path("default runs/eval", "DIR", Path("runs/eval")),
 }
@@ -48,6 +57,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_config(parser)
+    add_options(parser, LIKE)
     add_running(parser)
     add_options(parser, EVALUATION, "evaluation")
     add_options(parser, heat_map_options(default=True), "heat maps")
@@ -55,8 +65,11 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    if given.checkpoint is None:
-        raise GemsError("gems eval needs --checkpoint: a run's folder, a checkpoint, or weights")
+    if given.checkpoint is None and not given.enable_evaluation:
+        raise GemsError(
+            "gems eval needs --checkpoint: a run's folder, a checkpoint, or weights; or "
+            "--enable-evaluation, to measure the speed of random weights"
+        )
     plan, elsewhere = planned(given)
     if elsewhere is not None:
         return elsewhere
@@ -74,17 +87,20 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
     source = part_of(given)
     fitted(given, source)
     trainer = trainer_from(given, plan, source)
-    begin(trainer, chosen(given.checkpoint))
-    size = micro_batch(given) * trainer.plan.total
-    found, probabilities = predicted(given, trainer, source, size, trainer.rank == 0)
+    if given.checkpoint is not None:
+        begin(trainer, chosen(given.checkpoint))
+    elif trainer.rank == 0:
+        log.warning("no --checkpoint: weights are random, so only the speed means something")
+    size, pace = micro_batch(given) * trainer.plan.total, Pace()
+    found, probabilities = predicted(given, trainer, source, size, trainer.rank == 0, pace)
     if trainer.rank == 0:
         for name, value in found.items():
             print(f"{name}, {len(source)} samples: {value:.4f}")
-        if found:
-            text = json.dumps(plain(found), indent=1) + "\n"
-            print(f"wrote {write(given.out / 'metrics.json', text)}")
-        elif not wanted(given):
+        if not (found or wanted(given)):
             raise GemsError(f"{given.datapath} has no labels to evaluate by; give --labels")
+        print(f"speed: {pace.steady:.1f} images/s")
+        text = json.dumps(plain(found | {"images_per_second": pace.steady}), indent=1) + "\n"
+        print(f"wrote {write(given.out / 'metrics.json', text)}")
         if wanted(given):
             heat_maps(given, source, probabilities)
     trainer.close()

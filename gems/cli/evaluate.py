@@ -24,18 +24,23 @@ UNLABELLED = -1
 
 
 def predicted(
-    given: argparse.Namespace, trainer: Trainer, source: Source, size: int, shown: bool
+    given: argparse.Namespace,
+    trainer: Trainer,
+    source: Source,
+    size: int,
+    shown: bool,
+    pace: Pace | None = None,
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Metrics of all samples of a source, in batches of `size`; the same on every rank.
 
     And the probabilities of each sample's classes, (samples, classes); of pixels, their mean; of
-    a regression, the numbers themselves.
+    a regression, the numbers themselves. `pace` gets the time of each batch.
     """
     regress = source.task == "regress"
     scores: Scores | Errors = Errors(source.classes)
     if not regress:
         scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
-    pace, labelled = Pace(), 0
+    pace, labelled = pace or Pace(), 0
     likely: list[torch.Tensor] = []
     with loader(given, source, size) as batches, bar("evaluating", batches.steps, shown) as show:
         for images, targets in batches.epoch(0):

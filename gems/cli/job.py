@@ -176,7 +176,8 @@ class Job:
         if self.first:
             write(self.given.out / "config.yaml", self.options)
             write(self.given.out / "plan.json", to_json(self.trainer.plan))
-        with self.interrupt, bar("training", self.steps, self.first, self.trainer.steps) as show:
+        drawn = self.first and not self.given.verbose
+        with self.interrupt, bar("training", self.steps, drawn, self.trainer.steps) as show:
             if self._train(show):
                 self._stop()  # in here: the signal may reach this rank last, while all are saving
                 return self.interrupt.code
@@ -271,7 +272,9 @@ class Job:
         self.pace.add(step.samples, step.seconds)
         if math.isnan(step.loss):  # there was none before
             return
-        show(f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}")
+        text = f"loss {step.loss:.4f}  {self.pace.now:.1f} images/s  {size(self.trainer.peak)}"
+        show(text)
+        log.info("step %d of %d, epoch %d  %s", number, self.steps, self.epoch, text)
         numbers = {"loss": step.loss, "learning_rate": rate, "images_per_second": self.pace.now}
         if step.norm is not None:
             numbers["gradient_norm"] = step.norm
@@ -284,6 +287,8 @@ class Job:
             return
         found, _ = predicted(self.given, self.trainer, self.rest, self.size, self.first)
         self.journal.note("eval", self.trainer.steps, epoch=self.epoch, **found)
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        log.info("evaluated after step %d: %s", self.trainer.steps, scores)  # on rank 0 alone
         name, sign = HEADLINE_METRIC[self.rest.task]
         if (score := sign * found[name]) > self.best:
             self.best = score
@@ -326,18 +331,19 @@ class Job:
     def _end(self) -> None:
         if self.given.export:
             self.trainer.export(self.given.export)
-        finish(self, self._maps())
+        finish(self, _maps(self))
         self.journal.close()
         self.batches.close()
         self.trainer.close()
 
-    def _maps(self) -> list[Path]:
-        """Heat maps of the slides, with all their tiles."""
-        if not wanted(self.given):
-            return []
-        source = source_from(self.given)
-        _, likely = predicted(self.given, self.trainer, source, self.size, self.first)
-        return heat_maps(self.given, source, likely) if self.first else []
+
+def _maps(job: Job) -> list[Path]:
+    """Heat maps of the slides, with all their tiles."""
+    if not wanted(job.given):
+        return []
+    source = source_from(job.given)
+    _, likely = predicted(job.given, job.trainer, source, job.size, job.first)
+    return heat_maps(job.given, source, likely) if job.first else []
 
 
 def trainer_from(

@@ -14,6 +14,7 @@ from gems.cli import (
     doctor,
     draw,
     eval,
+    like,
     machine,
     plan,
     simulate,
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in ("train", "eval"):
             both = [commands.choices[name] for name in ("train", "eval")]
             own = commands.choices[arguments[0]]
-            arguments[1:] = config.expanded(arguments[1:], own, both)
+            arguments[1:] = like.expanded(config.expanded(arguments[1:], own, both), own)
     except (GemsError, OSError) as error:
         parser.exit(1, rendered(arguments[0], error))
     given = parser.parse_args(arguments)

@@ -57,8 +57,8 @@ def model_from(given: argparse.Namespace) -> Any:
         raise PlanError(f"--model-option {twice[0]}: write --{twice[0].replace('_', '-')} instead")
     wanted["in_channels"] = image_shape(given)[0]
     wanted |= dict.fromkeys(_DEPTH, given.num_layers) | dict.fromkeys(_WIDTH, given.num_filters)
+    known = known_options(given)
     try:
-        known = models.options_of(name)
         options = {k: v for k, v in wanted.items() if v is not None and k in known}
         for flag, words in (("--num-layers", _DEPTH), ("--num-filters", _WIDTH)):
             given_by_flag = any(wanted[word] is not None for word in words)
@@ -87,9 +87,7 @@ def fitted(given: argparse.Namespace, source: Source) -> None:
     given.image_size = source.shape[-1]
     if ":" in given.model:
         return
-    from gems import models
-
-    chosen, known = model_options(given), models.options_of(_name(given))
+    chosen, known = model_options(given), known_options(given)
     found = {"in_channels": source.shape[0], "dims": len(source.shape) - 1}
     for name, value in found.items():
         if name in known and name not in chosen and (name != "dims" or value != 2):
@@ -121,6 +119,16 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
+
+
+def known_options(given: argparse.Namespace) -> tuple[str, ...]:
+    """The options of the network that was asked for by name."""
+    from gems import models
+
+    try:
+        return models.options_of(_name(given))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _name(given: argparse.Namespace) -> str:

@@ -9,7 +9,14 @@ from gems.cli.options import changed, choice, count, path, string, switch
 from gems.errors import GemsError, PlanError
 from gems.files import from_json, read_text
 from gems.geometry.grid import HALOS, LAYOUTS
-from gems.plans.fields import OPTIMIZER_STEP, PLACEMENTS, SCHEDULES, ZERO
+from gems.plans.fields import (
+    BALANCES,
+    BIDIRECTIONAL,
+    OPTIMIZER_STEP,
+    PLACEMENTS,
+    SCHEDULES,
+    ZERO,
+)
 from gems.plans.offload import offload_of
 from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
@@ -19,8 +26,8 @@ PLAN = {
     "--parts": count(1, "micro-batches per batch (default 1)"),
     "--times": count(
         0,
-        "GEMS, bidirectional: 2 x T x parts micro-batches per optimizer step, half of them in each "
-        "direction",
+        "GEMS, bidirectional: 2 x T batches per optimizer step, one in each direction T times; the "
+        "--parts of a batch are pipelined, and no rank holds activations of more",
         metavar="T",
     ),
     "--schedule": choice(
@@ -32,16 +39,18 @@ PLAN = {
         PLACEMENTS,
         "straight",
         "stages on ranks, if there are more stages than ranks: straight (default): 0 1 2 0 1 2; "
-        "fold: 0 1 2 2 1 0",
+        "fold: 0 1 2 2 1 0; levels: a fold with encoder and decoder level on one rank, where long "
+        "skips stay",
     ),
     "--bidirectional": switch(False, "with --schedule auto: a second replica in reverse order"),
     "--max-in-flight": count(
-        0, "with --schedule auto: micro-batches whose activations a rank may hold at a time"
+        0, "micro-batches whose activations a rank may hold at a time, with --schedule auto, gems "
+        "or gems-zb (default: --parts of a batch with --times, else 1)"
     ),
     "--balance": string(
         "time",
-        "how layers are divided among stages: by equal time (default) or memory, or the layers of "
-        "each stage: 3,4,4,3",
+        "how layers are divided among stages: by equal time (default), memory or number of layers, "
+        "or the layers of each stage: 3,4,4,3",
         "B",
     ),
     "--spatial": string(
@@ -81,7 +90,9 @@ PLAN = {
         "dest": "halo", "action": "store_const", "const": "d2", "help": "the same as --halo d2"
     },
     "--fused-layers": count(
-        0, "with --halo d2: layers per halo exchange (default: as many as the cost model favours)"
+        0, "with --halo d2: layers per halo exchange (default: as many as the cost model favours); "
+        "those that read beyond a pixel count: convolutions that are larger than 1x1 or have "
+        "strides, and pooling. Published scripts count residual blocks instead"
     ),
     "--enable-master-comm-opt": switch(
         True,
@@ -148,7 +159,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         placement=given.placement,
         bidirectional=True if given.bidirectional else None,
         balance=_balance(given.balance),
-        max_in_flight=given.max_in_flight,
+        max_in_flight=given.max_in_flight or _pipelined(given, schedule),
         spatial=_spatial(given),
         local_dp=given.local_dp,
         halo=given.halo,
@@ -161,6 +172,11 @@ def plan_from(given: argparse.Namespace) -> Plan:
         optimizer_step=given.optimizer_step,
         partition_activations=given.partition_activations,
     )
+
+
+def _pipelined(given: argparse.Namespace, schedule: str) -> int:
+    """The micro-batches of a batch, which a GEMS schedule pipelines: no rank holds more."""
+    return given.parts if given.times and schedule in BIDIRECTIONAL and given.parts > 1 else 0
 
 
 def plan_in(path: Path) -> Plan:
@@ -205,11 +221,11 @@ def _spatial(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _balance(text: str) -> str | tuple[int, ...]:
-    if text in ("time", "memory"):
+    if text in BALANCES:
         return text
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise PlanError(
-            f"--balance {text!r} is neither time, memory nor numbers: 3,4,4,3"
+            f"--balance {text!r} is neither {', '.join(BALANCES)} nor numbers: 3,4,4,3"
         ) from None

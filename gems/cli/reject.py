@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gems.cli.data import APP_OPTIONS, DATA
+from gems.cli.model_options import known_options
 from gems.cli.options import changed
 from gems.cli.plan_options import PLAN
-from gems.errors import GemsError, problems
+from gems.errors import GemsError, PlanError, problems
 
 LEAST = {
     "accumulate": 1, "auto": 0, "batch_size": 1, "decay_epochs": 1, "image_size": 1,
@@ -21,7 +22,7 @@ WITH_AUTO = ("--parts",)  # which splits --batch-size into micro-batches
 
 def reject(given: argparse.Namespace) -> None:
     """Raise one error with all that is wrong with the options of `gems train` or `gems eval`."""
-    checks = (_small, _of_the_app, _with_auto, _rates, _folder, _shown)
+    checks = (_small, _model, _of_the_app, _with_auto, _rates, _folder, _shown)
     if found := [problem for check in checks for problem in check(given)]:
         raise GemsError(
             found[0] if len(found) == 1 else problems("these options are wrong:", found)
@@ -58,6 +59,14 @@ def _small(given: argparse.Namespace) -> Iterator[str]:
     timeout = getattr(given, "timeout", None)
     if timeout is not None and not timeout > 0:
         yield f"--timeout is {timeout}; give seconds above 0, or leave it out"
+
+
+def _model(given: argparse.Namespace) -> Iterator[str]:
+    if not {":", "/"} & set(given.model):  # those of libraries are looked up where they are built
+        try:
+            known_options(given)
+        except PlanError as error:
+            yield str(error)
 
 
 def _of_the_app(given: argparse.Namespace) -> Iterator[str]:

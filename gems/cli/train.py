@@ -14,6 +14,7 @@ as JSON lines and CSV, checkpoints, pictures of the last step as measured, and a
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 from gems.cli.config import add_config, effective
 from gems.cli.data import DATA
 from gems.cli.heat_maps import heat_map_options
+from gems.cli.like import LIKE
 from gems.cli.lock import locked, require_free
 from gems.cli.model_options import MODEL, micro_batch
 from gems.cli.options import (
@@ -40,9 +42,12 @@ from gems.cli.ranks import end_with_launcher, start
 from gems.cli.reject import reject
 from gems.errors import GemsError
 from gems.plans.plan import Plan
+from gems.plans.validate import require_world
 
 # Spellings of the published scripts.
-PRECISIONS = {"fp_32": "fp32", "fp_16": "fp16", "bp_16": "bf16"}
+PRECISIONS = {
+    "fp_32": "fp32", "fp_16": "fp16", "bp_16": "bf16", "bfp_16": "bf16", "bf_16": "bf16"
+}  # fmt: skip
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "radam")
 
 RUNNING = {
@@ -81,7 +86,7 @@ RUNNING = {
         "moves tensors through host memory, and lets ranks share a GPU",
     ),
     "--timeout": real(
-        None, "without a heartbeat, after which a rank is lost and the run ends (default 60)",
+        None, "without a heartbeat, after which a rank is lost and the run ends (default 25)",
         "SECONDS",
     ),
     "--seed": count(0, "of weights, data and dropout (default 0)"),
@@ -93,7 +98,9 @@ RUNNING = {
     "--offload-folder": path(
         "folder for state offloaded to disk (default: the temporary folder)", "DIR"
     ),
-    "--verbose": switch(False, "log more"),
+    "--verbose -v": switch(
+        False, "instead of a progress bar, a line per step: loss, images/s, memory; log more"
+    ),
 }  # fmt: skip
 TRAINING = {
     "--num-epochs": count(1, "passes over the training samples (default 1)"),
@@ -159,6 +166,7 @@ def add(commands: Any) -> None:
         allow_abbrev=False,  # so that --conf is not taken for --config after that was looked for
     )
     add_config(parser)
+    add_options(parser, LIKE)
     add_running(parser)
     add_options(parser, TRAINING, "training")
     add_options(parser, FOLDER, "output folder")
@@ -202,9 +210,13 @@ def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     world = given.auto if isinstance(plan, str) else plan.world
     micro_batch(given)
     here = place()
+    if here is not None and here.rank:  # one rank tells for all
+        logging.getLogger("gems").setLevel(logging.WARNING)
     if world > 1 and here is None:
         require_free(given.out)
         return plan, start([sys.executable, "-m", "gems", *given.typed], world)
     if isinstance(plan, str) and world != (1 if here is None else here.world):
         raise GemsError(f"--auto {world}, but {here.world if here else 1} ranks were started")
+    if isinstance(plan, Plan) and here is not None:
+        require_world(plan, here.world)
     return plan, None

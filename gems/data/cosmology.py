@@ -18,7 +18,7 @@ LONGEST, SHORTEST = 1.0, 8.0  # waves along a side
 
 @dataclass(frozen=True)
 class Cosmology:
-    """A mean density and waves in three dims. The numbers, within -1 and 1, set what can
+    """A mean density and cosine waves in three dims. The numbers, within -1 and 1, set what can
     be measured again: the mean, the height of all waves, how much lower short ones are, and how
     waves grow from channel to channel (CosmoFlow's channels are times).
 
@@ -78,11 +78,11 @@ class Cosmology:
         return np.random.default_rng((self.seed, index))
 
     def _waves(self, index: int) -> tuple[list[float], list[list[npt.NDArray[np.float32]]]]:
-        return _waves_of(self.seed, index, self.shape[1:])
+        return _cosine_waves(self.seed, index, self.shape[1:])
 
 
 @lru_cache(8)
-def _waves_of(
+def _cosine_waves(
     seed: int, index: int, sides: tuple[int, ...]
 ) -> tuple[list[float], list[list[npt.NDArray[np.float32]]]]:
     """Waves per side of each wave, as one number, and its factor along each side."""

@@ -2,8 +2,9 @@
 
 The networks of the papers are here: resnet_v1 and resnet_v2 of any depth, resnet110_v2 and
 resnet1001_v2 for small images; amoebanet_d for large ones; unet and relaynet for segmentation;
-cosmoflow and cosmoflow_mlperf for volumes. All others come from installed libraries, by a name with
-a slash: `monai/SegResNet`, `transformers/vit`, `timm/resnet18`, `torchvision/resnet50`, `smp/Unet`.
+cosmoflow and cosmoflow_mlperf for volumes; convolution to measure halos. All others come from
+installed libraries, by a name with a slash: `monai/SegResNet`, `transformers/vit`, `timm/resnet18`,
+`torchvision/resnet50`, `smp/Unet`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "amoebanet_d": ("amoebanet", "amoebanet_d", {}),
     "unet": ("unet", "u_net", {}),
     "relaynet": ("relaynet", "relay_net", {}),
+    "convolution": ("convolution", "convolution", {}),
     "cosmoflow": ("cosmoflow", "cosmo_flow", {}),
     "cosmoflow_mlperf": ("cosmoflow", "cosmo_flow_mlperf", {}),
 }

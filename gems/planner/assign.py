@@ -9,7 +9,8 @@ from dataclasses import replace
 from gems.errors import PlanError, problems
 from gems.model.costs import Costs
 from gems.model.graph import Graph, around, covering, crossings, members, tied_stages
-from gems.planner.in_flight import in_flight
+from gems.planner.in_flight import in_flight, in_flight_alone
+from gems.planner.levels import level_wise
 from gems.planner.partition import by_weight
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM
@@ -29,7 +30,8 @@ def written(plan: Plan, graph: Graph, stage_of: Sequence[int]) -> Plan:
 def stages(
     plan: Plan, graph: Graph, costs: Costs, limit: float | None = None, state: float = ADAM
 ) -> list[int]:
-    """The stage of every block: by the names given, by counts of layers, or evened out.
+    """The stage of every block: by the names given, by counts of layers, or evened out, in a fold
+    level by level if its placement is.
 
     With a `limit`, time is evened out among the partitions that give every rank at most so many
     bytes; `state` is the optimizer's, per byte of parameters.
@@ -38,7 +40,15 @@ def stages(
         return stages_by_name(graph, plan.stages)
     if not isinstance(plan.balance, str):
         return _by_count(graph, plan.balance)
-    counts = in_flight(plan) if limit is not None or plan.balance == "memory" else None
+    if plan.balance == "layers":
+        return _by_count(graph, _equal_counts(graph, plan.depth))
+    counted = limit is not None or plan.balance == "memory"
+    if plan.placement == "levels":
+        return level_wise(
+            graph, costs, plan.depth, plan.balance,
+            in_flight=in_flight_alone(plan) if counted else None, limit=limit, state=state,
+        )  # fmt: skip
+    counts = in_flight(plan) if counted else None
     spatial = sum(bool(grid.tiles and grid.size > 1) for grid in plan.grids)
     streamed = len(plan.stream) if isinstance(plan.stream, tuple) else 0
     return by_weight(
@@ -135,6 +145,17 @@ def _backwards(graph: Graph, stage_of: list[int]) -> list[str]:
                 for b in late
             ]
     return found
+
+
+def _equal_counts(graph: Graph, parts: int) -> tuple[int, ...]:
+    """As many layers in every stage, or one more in the first ones, whatever they cost."""
+    each, more = divmod(len(graph.layers), parts)
+    if not each:
+        raise PlanError(
+            f"balance='layers' cannot divide {len(graph.layers)} layers among {parts} stages; use "
+            "fewer stages, or balance='time', which divides smaller pieces"
+        )
+    return tuple(each + (s < more) for s in range(parts))
 
 
 def _by_count(graph: Graph, counts: tuple[int, ...]) -> list[int]:

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from gems.geometry.grid import square
 from gems.model.graph import Graph
+from gems.planner.levels import has_long_skips
 from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.plans.recompute import Recompute
@@ -145,6 +146,20 @@ def sharding(choice: Choice, blocks: int) -> Iterator[Choice]:
             yield Choice(family, replace(plan, stages=stages, ranks=1, zero=3))
 
 
+def without(choice: Choice) -> Iterator[Choice]:
+    """The same with one way to save memory less, or with less of it."""
+    plan, family = choice.plan, choice.family
+    for zero in range(plan.zero):
+        less = family if zero else family.replace(", sharded state", "")
+        yield Choice(less, replace(plan, zero=zero))
+    for part in plan.offload if not plan.stage_by_stage else ():
+        rest = tuple(other for other in plan.offload if other != part)
+        less = family if rest else family.replace(", offloaded", "")
+        yield Choice(less, replace(plan, offload=rest))
+    if plan.recompute != "never" and not (plan.stage_by_stage or plan.partition_activations):
+        yield Choice(family.replace(", recomputing", ""), replace(plan, recompute="never"))
+
+
 def _every_stage(plan: Plan) -> Recompute:
     """In 1F1B the last stage's backward is right behind its forward: recomputing saves nothing."""
     return (
@@ -167,13 +182,13 @@ def _one_copy(graph: Graph, ranks: int, m: int) -> Iterator[Choice]:
     if ranks == 1:
         yield Choice("data parallel", Plan(stages=1, schedule="sequential", micro_batches=m))
         return
-    yield from _pipelines(ranks, m)
+    yield from _pipelines(graph, ranks, m)
     yield from _both_ways(ranks, m)
     if any(b.halos for b in graph.blocks):
         yield from _spatial(graph, ranks, m)
 
 
-def _pipelines(p: int, m: int) -> Iterator[Choice]:
+def _pipelines(graph: Graph, p: int, m: int) -> Iterator[Choice]:
     for schedule in ("1f1b", "zero-bubble", "gpipe"):
         yield Choice("pipeline", Plan(stages=p, micro_batches=m, schedule=schedule))
     if m % p == 0:
@@ -184,6 +199,8 @@ def _pipelines(p: int, m: int) -> Iterator[Choice]:
         yield Choice("pipeline", Plan(stages=p, micro_batches=m, schedule="auto"))
         folded = Plan(stages=2 * p, placement="fold", micro_batches=m, schedule="auto")
         yield Choice("fold", folded)
+        if has_long_skips(graph, p):
+            yield Choice("levels", replace(folded, stages=2 * p - 1, placement="levels"))
 
 
 def _both_ways(p: int, m: int) -> Iterator[Choice]:

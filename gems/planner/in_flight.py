@@ -16,21 +16,25 @@ def in_flight(plan: Plan) -> list[float]:
     """How many micro-batches each stage has in flight at most, in the plan's own order.
 
     The stages of one rank share its memory, so each counts as often as there are; but not those of
-    two directions that alternate, as in GEMS. Greedy orders have as many as memory allows: at least
-    one. Offloaded activations leave two: one in use, and one that is stored or loaded.
+    two directions that share a limit, as in GEMS: one, or that of the plan.
     """
+    counts = in_flight_alone(plan)
+    if plan.activations[0].offload or plan.alternates:
+        return counts
+    pairs = zip(counts, plan.places[0], strict=True)
+    return [count * len(plan.stages_on[rank]) for count, rank in pairs]
+
+
+def in_flight_alone(plan: Plan) -> list[float]:
+    """The same for each stage by itself. Greedy orders have as many as memory allows: at least one.
+    Offloaded activations leave two: one in use, and one that is stored or loaded."""
     if plan.activations[0].offload:
         return [2.0] * plan.depth
     if plan.alternates:
-        return [1.0] * plan.depth
+        return [float(max(1, plan.max_in_flight))] * plan.depth
     if plan.greedy:
-        counts = [1] * plan.depth
-    else:
-        counts = [most for most, _ in _counts(_order_of(plan))]
-    return [
-        float(count * len(plan.stages_on[plan.rank_of(stage, 0)]))
-        for stage, count in enumerate(counts)
-    ]
+        return [1.0] * plan.depth
+    return [float(most) for most, _ in _counts(_order_of(plan))]
 
 
 def held(plan: Plan) -> list[int]:

@@ -63,6 +63,7 @@ class Memo:
         counted = limit is not None or plan.balance == "memory"
         tiles = tuple(bool(grid.tiles) for grid in plan.grids)
         key = (plan.stages, plan.sizes, tiles, plan.stream, plan.balance, limit)
+        key += (plan.placement == "levels",)
         key += (tuple(in_flight(plan)) if counted else None,)
         if key not in self._partitions:
             found = stages(plan, self.graph, self.costs, limit, self.request.state)

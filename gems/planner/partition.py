@@ -239,16 +239,9 @@ def _even(
     state: float,
 ) -> list[int]:
     """The same for a run of blocks, counting its stages from 0."""
-    activations = graph.first_saved[blocks.start : blocks.stop]
     items = costs.items[blocks.start : blocks.stop]
-    # Weights, their gradients and the optimizer's state are held beside the activations, by every
-    # rank of a spatial group; as if all were trained and none sharded.
-    resident = [(2 + state) * cost.weights for cost in items]
     pairs = list(zip(in_flight or (1.0,) * parts, speeds or (1,) * parts, strict=True))
-    distinct = {
-        (k, n): [k * s / n + held for s, held in zip(activations, resident, strict=True)]
-        for k, n in set(pairs)
-    }
+    distinct = {(k, n): held_bytes(graph, costs, blocks, k, n, state) for k, n in set(pairs)}
     rows = [distinct[pair] for pair in pairs]
     crossing = graph.crossing[blocks.start : blocks.stop]
     if what == "memory":
@@ -258,3 +251,14 @@ def _even(
         seconds = [cost.seconds for cost in items]
         starts = partition(seconds, crossing, parts, speeds, budget=budget)
     return [bisect_right(starts, i) - 1 for i in range(len(blocks))]
+
+
+def held_bytes(
+    graph: Graph, costs: Costs, blocks: range, in_flight: float, ranks: int, state: float
+) -> list[float]:
+    """Bytes of each block on one of so many ranks. Weights, their gradients and the optimizer's
+    state are held beside the activations, by every rank of a spatial group; as if all were trained
+    and none sharded."""
+    return [
+        in_flight * graph.first_saved[i] / ranks + (2 + state) * costs[i].weights for i in blocks
+    ]

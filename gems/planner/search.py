@@ -4,35 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 
 from gems.errors import PlanError
 from gems.hardware import Machine
 from gems.model.costs import Costs
 from gems.model.graph import Graph
-from gems.planner.candidates import Choice, choices, offloading, recomputing, sharding, streaming
+from gems.planner.candidates import (
+    Choice,
+    choices,
+    offloading,
+    recomputing,
+    sharding,
+    streaming,
+    without,
+)
 from gems.planner.coarsen import coarse, finer
 from gems.planner.compile import CompiledPlan, Prediction, compile_plan
 from gems.planner.memo import Memo
 from gems.planner.request import Request
+from gems.plans.describe import recomputes
 from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.predict.timeline import KINDS, Memory
 
 PROMISING = 1  # plans of which variants are tried whose bounds tell little
 TIE = 1.05  # predictions that are closer than this count as equal
+NOTICEABLE = 1.01  # what is better by less is no reason to shard, recompute or offload
 FEW = 256  # blocks, which a search may assign to stages in any way
 MANY = 4 * FEW  # for one rank, which leaves little to look for
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was simulated."""
+    """A plan that was simulated, with its stages written out. `choice` is what was tried."""
 
     family: str
     plan: Plan
     prediction: Prediction
+    choice: Choice | None = None
 
     @property
     def seconds(self) -> float:
@@ -75,14 +86,28 @@ class SearchResult:
     pruned: tuple[Pruned, ...]
     rejected: tuple[tuple[str, str], ...]  # families that cannot be, and why
 
-    @property
+    @cached_property
     def best(self) -> Candidate:
-        """The first; but what is predicted to be as fast, as far as one can tell, and has fewer
-        stages is preferred."""
-        if self.request.objective != "time":
-            return self.fitting[0]
-        close = [c for c in self.fitting if c.seconds <= TIE * self.fitting[0].seconds]
-        return min(close, key=lambda c: (c.plan.depth, c.plan.cut, c.seconds))
+        """Of those that no other is better than, the simplest that is as good as the first: as
+        fast, as far as one can tell, or as lean."""
+        front = [c for c in self.fitting if not any(dominates(other, c) for other in self.fitting)]
+        if self.request.objective == "time":
+            close = [c for c in front if c.seconds <= TIE * self.fitting[0].seconds]
+        else:
+            close = [c for c in front if c.bytes == self.fitting[0].bytes]
+        return min(close, key=lambda c: (*_parts(c.plan), c.seconds))
+
+
+def dominates(one: Candidate, other: Candidate) -> bool:
+    """Whether a plan is as fast and as lean as another, and noticeably faster or leaner."""
+    if one.seconds > other.seconds * (1 + 1e-9) or one.bytes > other.bytes:
+        return False
+    return NOTICEABLE * one.seconds < other.seconds or NOTICEABLE * one.bytes < other.bytes
+
+
+def _parts(plan: Plan) -> tuple[int, ...]:
+    """What a plan consists of, to prefer those with less: stages, tiles, ways to save memory."""
+    return (plan.depth, plan.cut, len(plan.offload), recomputes(plan), plan.zero)
 
 
 def search(
@@ -123,6 +148,7 @@ class Search:
     rest: list[Candidate] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
+    tried: set[Plan] = field(default_factory=set)
     best: float = inf  # seconds, or bytes, of the best so far
 
     @property
@@ -149,9 +175,15 @@ class Search:
             self._try_everything(options)
         if not (self.fitting and (self.by_time or self.enough)):
             self.try_all(streaming(graph, request.ranks, request.micro_batches, request.schedule))
+        if not self.enough:
+            self._leave_out()
+        return self.result
+
+    @property
+    def result(self) -> SearchResult:
         order = slice(None, None, 1 if self.by_time else -1)
         return SearchResult(
-            request,
+            self.request,
             tuple(sorted(self.fitting, key=lambda c: (c.seconds, c.bytes)[order])),
             tuple(sorted(self.rest, key=lambda c: c.bytes)),
             tuple(sorted(self.pruned, key=lambda p: (p.seconds, p.bytes)[order])),
@@ -176,6 +208,14 @@ class Search:
         if not (self.fitting and self.enough):
             self.try_all(c for choice in options for c in self._offloading(plain, choice))
 
+    def _leave_out(self) -> None:
+        """Try the best with one way to save memory less, as long as there is another such plan."""
+        while self.fitting and (choice := self.result.best.choice):
+            options = [less for less in without(choice) if less.plan not in self.tried]
+            if not options:
+                return
+            self.try_all(options)
+
     def _sharding(self, choice: Choice) -> Iterator[Choice]:
         return sharding(choice, len(self.memo.graph.blocks))
 
@@ -196,7 +236,7 @@ class Search:
             hopeless = too_large or reached >= self.hopeless
             if (self.prune and hopeless) or (self.enough and self.fitting):
                 self.pruned.append(bound)
-            elif (found := self._simulated(choice.family, compiled)) is None:
+            elif (found := self._simulated(choice, compiled)) is None:
                 continue
             elif found.bytes <= self.request.memory:
                 self.fitting.append(found)
@@ -229,6 +269,7 @@ class Search:
         """All candidates with the least that each could take, the most promising first."""
         memo, found = self.memo, []
         for choice in options:
+            self.tried.add(choice.plan)
             try:
                 compiled = compile_plan(
                     choice.plan, memo.graph, memo.costs, memo.machine, memo.request, memo=memo
@@ -248,13 +289,14 @@ class Search:
 
         return sorted(found, key=order)
 
-    def _simulated(self, family: str, compiled: CompiledPlan) -> Candidate | None:
+    def _simulated(self, choice: Choice, compiled: CompiledPlan) -> Candidate | None:
         try:
             prediction = compiled.prediction
         except PlanError as error:
-            self.rejected.setdefault(family, str(error))
+            self.rejected.setdefault(choice.family, str(error))
             return None
-        return Candidate(family, finer(compiled.plan, self.fine, self.memo.graph), prediction)
+        plan = finer(compiled.plan, self.fine, self.memo.graph)
+        return Candidate(choice.family, plan, prediction, choice)
 
 
 def _no_options(request: Request) -> str:

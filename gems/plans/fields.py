@@ -19,7 +19,9 @@ ASYNCHRONOUS = (
 BATCHES = 4  # that are laid out one after the other to check and to time it
 BIDIRECTIONAL = ("gems", "gems-zb")
 SPLIT = ("zero-bubble", "gems-zb", "auto")
-PLACEMENTS = ("straight", "fold")
+PLACEMENTS = ("straight", "fold", "levels")
+FOLDED = ("fold", "levels")
+BALANCES = ("time", "memory", "layers")
 GRAD_SYNC = ("overlap", "end")
 OPTIMIZER_STEP = ("end", "eager")
 ZERO = (0, 1, 2, 3)
@@ -38,10 +40,13 @@ class PlanFields:
     data           copies of the whole pipeline on other ranks
     ranks          per copy; fewer than stages when a rank has several
     placement      `straight` (stage s on rank s mod ranks; groups one after the other), `fold`
-                   (there and back again), or the rank or ranks of every stage, written out
+                   (there and back again), `levels` (a fold partitioned so that long skips stay on
+                   their rank), or the rank or ranks of every stage, written out
     bidirectional  a second replica over the same ranks in reverse; on for the gems schedules
-    balance        what to even out, `time` or `memory`, or the number of layers of each stage
-    max_in_flight  micro-batches whose activations a rank may hold at once (schedule `auto`)
+    balance        what to even out, `time`, `memory` or the number of `layers`, or this number for
+                   each stage
+    max_in_flight  micro-batches whose activations a rank may hold at once (schedule `auto`; of the
+                   gems schedules, which hold one, those of a batch that is pipelined both ways)
     edges          which stage sends to which; filled in from the model, a chain until then
     tied           the stages that share weights, in sets that have no stage in common; filled in
                    from the model
@@ -134,7 +139,8 @@ class PlanFields:
 
     @property
     def alternates(self) -> bool:
-        """Whether the two directions of a rank run one after the other, as in GEMS."""
+        """Whether the two directions of a rank share its memory, as in GEMS: both together hold no
+        more activations than `max_in_flight` micro-batches have, or one."""
         return self.schedule in BIDIRECTIONAL
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from gems.plans.fields import PlanFields
+from gems.plans.fields import FOLDED, PlanFields
 
 Group = tuple[int, ...]  # the ranks that run a stage, in row-major order of its grid
 
@@ -28,14 +28,14 @@ def default_ranks(plan: PlanFields) -> int:
         return max((rank for group in first_row(plan) for rank in group), default=0) + 1
     if plan.cut:
         return sum(plan.sizes)
-    return (plan.depth + 1) // 2 if plan.placement == "fold" else plan.depth
+    return (plan.depth + 1) // 2 if plan.placement in FOLDED else plan.depth
 
 
 def first_row(plan: PlanFields) -> tuple[Group, ...]:
     """The spatial group of each stage in the first replica of the first copy."""
     if not isinstance(plan.placement, str):
         return tuple((group,) if isinstance(group, int) else group for group in plan.placement)
-    if plan.placement == "fold":
+    if plan.placement in FOLDED:
         return tuple((min(s, plan.depth - 1 - s),) for s in range(plan.depth))
     if plan.cut:
         starts = accumulate(plan.sizes, initial=0)

@@ -8,7 +8,9 @@ from math import prod
 from gems.errors import PlanError, short
 from gems.geometry.grid import MOST, halo_problems, placement_problems, tile_problems, tiles_of
 from gems.plans.fields import (
+    BALANCES,
     BIDIRECTIONAL,
+    FOLDED,
     GRAD_SYNC,
     MOST_ACTIONS,
     OPTIMIZER_STEP,
@@ -72,10 +74,10 @@ def plan_problems(plan: PlanFields) -> Iterable[str]:
         yield f"schedule {plan.schedule!r} is bidirectional; leave bidirectional out"
     if plan.max_in_flight < 0:
         yield f"max_in_flight is {plan.max_in_flight}; give 1 or more, or leave it out"
-    if plan.max_in_flight > 0 and plan.schedule != "auto":
+    if plan.max_in_flight > 0 and not (plan.greedy or plan.alternates):
         yield (
-            f"max_in_flight={plan.max_in_flight} applies to schedule 'auto', not "
-            f"{plan.schedule!r}; remove it"
+            f"max_in_flight={plan.max_in_flight} applies to schedules 'auto', 'gems' and "
+            f"'gems-zb', not {plan.schedule!r}; remove it"
         )
     if plan.grad_sync not in GRAD_SYNC:
         yield f"grad_sync is {plan.grad_sync!r}; choose one of {', '.join(GRAD_SYNC)}"
@@ -198,7 +200,7 @@ def _name_problems(plan: PlanFields) -> Iterable[str]:
     if plan.cut:
         yield from _straight_problems(plan)
         return
-    if plan.placement == "fold" and plan.ranks != (plan.depth + 1) // 2:
+    if plan.placement in FOLDED and plan.ranks != (plan.depth + 1) // 2:
         yield (
             f"a fold of {plan.depth} stages takes {(plan.depth + 1) // 2} ranks, "
             f"not {plan.ranks}; leave ranks out or write out the placement"
@@ -212,7 +214,7 @@ def _name_problems(plan: PlanFields) -> Iterable[str]:
 
 def _straight_problems(plan: PlanFields) -> Iterable[str]:
     """Of a placement of spatial groups, which can only be straight."""
-    if plan.placement == "fold":
+    if plan.placement in FOLDED:
         yield "stages that are cut over ranks cannot be folded; write out the placement"
     elif plan.ranks != sum(plan.sizes):
         yield (
@@ -223,9 +225,15 @@ def _straight_problems(plan: PlanFields) -> Iterable[str]:
 
 
 def _balance_problems(plan: PlanFields) -> Iterable[str]:
+    if plan.placement == "levels" and plan.balance not in ("time", "memory"):
+        yield (
+            f"placement 'levels' finds boundaries by the skips of the model, and balance "
+            f"{plan.balance!r} fixes them; use balance 'time' or 'memory', or placement 'fold'"
+        )
     if isinstance(plan.balance, str):
-        if plan.balance not in ("time", "memory"):
-            yield f"balance {plan.balance!r} is neither 'time', 'memory' nor counts of layers"
+        if plan.balance not in BALANCES:
+            known = ", ".join(BALANCES)
+            yield f"balance {plan.balance!r} is unknown; choose one of {known}, or write counts"
         return
     if len(plan.balance) != plan.depth:
         yield f"balance has {len(plan.balance)} numbers for {plan.depth} stages; give one each"

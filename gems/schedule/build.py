@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from gems.errors import PlanError, note
 from gems.model.costs import Costs, unit
 from gems.plans.plan import Plan
 from gems.schedule import greedy
 from gems.schedule.action import Schedule
-from gems.schedule.groups import project
+from gems.schedule.groups import most_in_flight, project
 from gems.schedule.lower.passes import lower
 from gems.schedule.lower.recompute import recompute
 from gems.schedule.published import (
@@ -53,6 +54,8 @@ def build(plan: Plan, costs: Costs | None = None, memory: float | None = None) -
         )
     costs = costs or unit(plan.depth)
     one = plan.one_copy()
+    if plan.alternates and plan.max_in_flight > 1:
+        return _pipelined(one, costs)
     if not plan.cut or plan.schedule in BY_SAMPLE or plan.stage_by_stage:
         _fits(one)
         return _order(one, costs, memory)
@@ -73,6 +76,22 @@ def _order(plan: Plan, costs: Costs, memory: float | None) -> Schedule:
     if plan.greedy:
         return greedy.best(plan, costs, memory)
     return recompute(PAPERS[plan.schedule](plan), plan.unrolled)
+
+
+def _pipelined(plan: Plan, costs: Costs) -> Schedule:
+    """GEMS with batches of several micro-batches, pipelined both ways under one limit.
+
+    The limit is of ranks. In spatial groups the order is made for whole stages, and a rank may be
+    in groups of both directions: then fewer micro-batches of each are in flight.
+    """
+    lanes = plan.lanes() if plan.cut else plan
+    _fits(lanes)
+    for limit in reversed(greedy.limits(plan.max_in_flight)[1:]):
+        order = greedy.best(replace(lanes, max_in_flight=limit), costs)
+        order = project(order, lanes, plan, costs) if plan.cut else order
+        if most_in_flight(order, plan) <= plan.max_in_flight:
+            return order
+    return build(replace(plan, max_in_flight=0), costs)
 
 
 def _alone(plan: Plan) -> Schedule:

@@ -152,16 +152,16 @@ def best(plan: Plan, costs: Costs, memory: float | None = None) -> Schedule:
     Without a limit from the plan or the caller it still saves memory: the smallest limit within two
     per cent of the fastest is taken.
     """
-    limits = [plan.max_in_flight] if plan.max_in_flight else _limits(plan.micro_batches)
-    fastest = _fastest(plan, costs, limits.pop(), memory)
+    tried = [plan.max_in_flight] if plan.max_in_flight else limits(plan.micro_batches)
+    fastest = _fastest(plan, costs, tried.pop(), memory)
     good = 1.02 * fastest[0]
-    while limits:  # more memory is hardly ever slower, so halving finds the smallest that is enough
-        middle = len(limits) // 2
-        found = _fastest(plan, costs, limits[middle], memory, good)
+    while tried:  # more memory is hardly ever slower, so halving finds the smallest that is enough
+        middle = len(tried) // 2
+        found = _fastest(plan, costs, tried[middle], memory, good)
         if found[0] <= good:
-            fastest, limits = found, limits[:middle]
+            fastest, tried = found, tried[:middle]
         else:
-            limits = limits[middle + 1 :]
+            tried = tried[middle + 1 :]
     return fastest[1]
 
 
@@ -178,7 +178,7 @@ def least(plan: Plan, costs: Costs) -> float:
         fill[s] = max((fill[q] + costs[q].f for q in plan.sources[s]), default=0.0)
         drain[s] = max((drain[q] + costs[q].i for q in plan.sources[s]), default=0.0)
     beyond = [0.0] * plan.depth
-    if plan.alternates and not any(again):
+    if plan.alternates and plan.max_in_flight < 2 and not any(again):
         for s in reversed(range(plan.depth)):
             later = (beyond[q] + costs[q].f + costs[q].i for q in plan.sinks[s])
             beyond[s] = max(later, default=0.0)
@@ -199,7 +199,8 @@ def least(plan: Plan, costs: Costs) -> float:
 def _fastest(
     plan: Plan, costs: Costs, limit: int, memory: float | None, good: float = 0.0
 ) -> tuple[float, Schedule]:
-    """The shortest order under one limit, with its length; a whole backward wins a tie.
+    """The shortest order under one limit, with its length; a whole backward wins a tie, and is all
+    that is tried where the plan does not split it.
 
     The first that is at most `good`, or that no other could beat, is taken at once.
     """
@@ -208,7 +209,8 @@ def _fastest(
     shortest = min(cost.f for cost in costs.items)
     some = any(plan.recomputes(s, 0) for s in range(plan.depth))
     priorities = [*PRIORITIES.values(), *([IDLE] if some else [])]
-    choices = product((False, True), priorities, (0.0, PATIENCE * shortest))
+    halves = (False, True) if plan.split else (False,)
+    choices = product(halves, priorities, (0.0, PATIENCE * shortest))
     for split, priority, patience in choices:
         schedule, _ = _Build(plan, costs, limit, memory, split, priority, patience).run()
         schedule = joined(schedule, plan, costs) if split else schedule
@@ -220,7 +222,7 @@ def _fastest(
     return seconds, schedule
 
 
-def _limits(most: int) -> list[int]:
+def limits(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16 ... up to `most`."""
     steps = (n for power in range(most.bit_length() + 1) for n in (2**power, 3 * 2**power))
     return sorted({1, most, *(n for n in steps if n <= most)})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
 from gems.schedule import greedy
-from gems.schedule.action import Action, Schedule
+from gems.schedule.action import Action, Kind, Schedule
 
 
 def project(order: Schedule, lanes: Plan, plan: Plan, costs: Costs) -> Schedule:
@@ -28,3 +28,18 @@ def project(order: Schedule, lanes: Plan, plan: Plan, costs: Costs) -> Schedule:
         for rank in plan.spatial_group_of(action.stage, action.replica):
             rows[rank].append(action)
     return Schedule(tuple(map(tuple, rows)))
+
+
+def most_in_flight(order: Schedule, plan: Plan) -> int:
+    """The most micro-batches whose activations a rank of the plan holds at once."""
+    most = 0
+    for row in order.ranks:
+        live: set[tuple[int, int]] = set()
+        for action in row:
+            stage, i = action.stage, action.micro_batch
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+                live.discard((stage, i))
+            elif action.kind is Kind.RECOMPUTE or not plan.recomputes(stage, i):
+                live.add((stage, i))
+            most = max(most, len({i for _, i in live}))
+    return most

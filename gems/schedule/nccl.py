@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -37,6 +37,7 @@ from gems.schedule.communicators import (
     issued,
     most_communicators,
 )
+from gems.schedule.lower.passes import forward_only
 
 Rows = Sequence[Sequence[Operation]]  # of each rank, in the order of its host
 Queues = Callable[[int, Communicator | None], Hashable]  # the queue of a stream of a rank
@@ -47,6 +48,14 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
     rows, known = issued(schedule, plan), communicators(plan)
     found = [*unprepared(rows, known), *unpaired(rows), *hangs_cold(warm_up(known, plan.world))]
     return found or hangs(rows, warm)
+
+
+def check_prediction(plan: Plan) -> list[str]:
+    """Every problem of the plan's forward-only schedule under NCCL, with any number of queues."""
+    # Prediction has one batch in flight, also where training has two.
+    plan = replace(plan, schedule="sequential") if plan.asynchronous else plan
+    schedule = forward_only(plan)
+    return check(schedule, plan) or hangs(issued(schedule, plan))
 
 
 def queues(schedule: Schedule, plan: Plan) -> int:

@@ -344,7 +344,8 @@ def _hangs(schedule: Schedule, plan: Plan) -> list[str]:
     """What would hang under NCCL, if the schedule is lowered."""
     if plan.world == 1 or not is_lowered(schedule):
         return []
-    return [f"under NCCL, {problem}" for problem in nccl.check(schedule, plan)]
+    found = [f"under NCCL, {problem}" for problem in nccl.check(schedule, plan)]
+    return found or [f"in prediction under NCCL, {p}" for p in nccl.check_prediction(plan)]
 
 
 def _unready(machine: ScheduleMachine, rank: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Which rank this process is, by the environment variables of whatever launched it.
 
-MVAPICH2, PALS, Flux, jsrun and PMIx were never run here: their variables are from their sources and
+MVAPICH, PALS, Flux, jsrun and PMIx were never run here: their variables are from their sources and
 manuals. torchrun, Open MPI and MPICH were.
 """
 
@@ -57,6 +57,9 @@ class Launcher(NamedTuple):
 # Of the batch system that mpirun runs in. A job step of Slurm may lack the first node of the job:
 # mpirun starts helpers by srun on all but its own.
 BATCH = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_HOSTS")
+# mpirun_rsh starts a helper on each node, whose ranks inherit its variables: where mpirun_rsh runs,
+# which need not be on rank 0's node, and its process.
+MPISPAWN = ("MPISPAWN_MPIRUN_HOST", "MPISPAWN_MPIRUN_ID")
 SIZE = "WORLD_SIZE"  # where a launcher tells no size, people may
 
 # In this order: a rank of mpirun in a job of Slurm inherits the variables of srun, and one of Flux
@@ -70,7 +73,11 @@ LAUNCHERS = {
     ),
     "mpirun_rsh (MVAPICH2)": Launcher(
         "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", on_node="MV2_COMM_WORLD_LOCAL_SIZE",
-        hosts=BATCH,
+        job=MPISPAWN, hosts=BATCH,
+    ),
+    "mpirun_rsh (MVAPICH 3)": Launcher(
+        "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", on_node="MVP_COMM_WORLD_LOCAL_SIZE",
+        job=MPISPAWN, hosts=BATCH,
     ),
     "jsrun": Launcher(
         "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", on_node="JSM_NAMESPACE_LOCAL_SIZE",
@@ -99,6 +106,14 @@ LAUNCHERS = {
     ),
 }  # fmt: skip
 ALONE = "SLURM_PROCID"  # which a batch script of Slurm has as well
+# A process with one of these was launched, even if no variable above tells its rank: by wrappers
+# that pass some variables on, launchers of before, or on systems that nobody has tried.
+SIGNS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    *("MVP_COMM_WORLD_LOCAL_RANK", "MPIRUN_RANK", "MPISPAWN_MPIRUN_ID", "PMI_ID", "PMI_FD"),
+    *("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "FLUX_TASK_LOCAL_ID", "JSM_NAMESPACE_LOCAL_RANK"),
+    *("ALPS_APP_PE", "MP_CHILD"),
+)
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -116,6 +131,12 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
                 f"to their number on all of them, and RANK, if {launcher.rank} is not their "
                 f"number; or unset {launcher.rank} if this process is alone"
             )
+    if found := next((sign for sign in SIGNS if sign in environment), None):
+        raise GemsError(
+            f"{found} is {environment[found]}, so a launcher started this process, but nothing "
+            "tells which of how many it is; each would train by itself. Set RANK and WORLD_SIZE on "
+            f"all of them, or unset {found} if this process is alone"
+        )
     return None
 
 

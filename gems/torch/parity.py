@@ -64,7 +64,7 @@ def verify(
 ) -> Verification:
     """Train `model` in float64 for some steps under `plan` and as one device would, and compare
     losses, gradients, parameters, buffers, random numbers and bytes. `print` it for the table;
-    `passed` is whether all are equal.
+    `passed` tells whether all are equal.
 
     Over the launcher's ranks, which all call it and get the same result; without a launcher the
     ranks are threads of this process. `against` is another plan, which takes the place of the

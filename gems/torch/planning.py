@@ -126,6 +126,7 @@ class Study:
         """The best plan, with its reasons; if none fits, an error has what would."""
         found = self.search(request)
         best = chosen(found, "" if found.fitting else self.hint(request))
+        self.compiled(best.plan, request).schedule  # noqa: B018  (validated, or an error)
         return replace(best.plan, why=f"images of {self.size}\n" + explain(found, self.samples))
 
     def compiled(self, plan: Plan, request: Request) -> CompiledPlan:

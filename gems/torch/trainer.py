@@ -75,7 +75,7 @@ class Trainer:
                  as it is), or a dict, list or tuple of these, shaped like the targets
     regularizer  a penalty on weights that is added to the loss: [(name, parameter), ...] -> one
                  number, given the parameters of each stage; what it gives is summed over stages
-    timeout      seconds without a sign of life after which a rank is lost (default 60); slow work
+    timeout      seconds without a sign of life after which a rank is lost (default 25); slow work
                  gives signs of life
 
     It may be used by `with`, which closes it. A closed one raises GemsError.

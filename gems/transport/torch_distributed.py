@@ -58,7 +58,7 @@ from gems.transport.sockets import hang_up, hung_up
 
 TAGS = 1 << 20  # per channel
 ON_HOST, NOTES = 2, 3  # channels of messages over gloo, whatever the backend
-TIMEOUT = 60.0  # seconds without a sign of life
+TIMEOUT = 25.0  # seconds without a sign of life; with the time between two beats under 30
 COMING_BACK = 6.0  # seconds for a host that waits for a GPU, once a rank is lost
 SAME = "All ranks must be given the same model, sample and plan"
 _numbers = itertools.count()

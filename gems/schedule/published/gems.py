@@ -9,7 +9,9 @@ the last ranks of one replica are the first of the other.
     rank 1      F0    B0       F1    B1                 T(k) = k (f + p b) + (p - 1) f
     rank 2         F0B0     F1          B1
 
-The order on each rank is that of layer parallelism: what differs is where the stages are.
+The order on each rank is that of layer parallelism: what differs is where the stages are. A batch
+of several micro-batches (`max_in_flight` of them) is pipelined instead, by the greedy order under
+that limit: activations of one batch at most are live on any rank, as before.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class PartitionedModel:
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms of recomputed runs
     losses: dict[Any, TiledLoss] = field(default_factory=dict)
     transfers: dict[tuple[Any, ...], Transfer] = field(default_factory=dict)
+    unseen: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
     links: set[Link] | None = None  # of its messages, once known
     # How often the last backward of each stage accumulated a gradient, by parameter id.
@@ -306,6 +307,24 @@ class PartitionedModel:
                 back,
             )
         return self.transfers[key]
+
+    def unseen_gradients(self, stage: int, i: int) -> list[str]:
+        """The values that a stage sends whose gradients do not reach every rank of its spatial
+        group: ranks without a cell of one, and all but one of those that have the same cells."""
+        if (stage, i) not in self.unseen:
+            group = self.plan.spatial_group_for(stage, i)
+            reached: dict[str, set[int]] = {}
+            for (source, target), names in self.crossing.items():
+                if source == stage:
+                    readers = self.plan.spatial_group_for(target, i)
+                    for value in (self.trace.graph.value[n] for n in names):
+                        moves = self.transfer(value, stage, target, group, readers, True).moves
+                        reached.setdefault(value.name, set()).update(m.source for m in moves)
+            value = self.trace.graph.value
+            self.unseen[stage, i] = [
+                name for name, ranks in reached.items() if value[name].grad and ranks < {*group}
+            ]
+        return self.unseen[stage, i]
 
 
 def _log_gathered(stage: int, grid: Grid, laid: StageLayout) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from gems.errors import TraceError
 from gems.geometry.box import Box, Move, moves
 from gems.model.graph import ITEMSIZE, Value
 from gems.torch.autograd.absent_gradient import absent, by_note, is_absent, marked
@@ -88,6 +89,8 @@ def pack(
     found: list[Tensor] = []
     for transfer in transfers:
         tensor, value = tensors[transfer.value.name], transfer.value
+        if not transfer.back:
+            _reject_unlike(tensor, transfer, rank)
         if transfer.plain and value.bytes:
             found.append(flat(tensor, value))
         elif value.bytes:
@@ -99,6 +102,24 @@ def pack(
         return one
     gone = [is_absent(tensors[transfer.value.name]) for transfer in transfers]
     return [*one, torch.tensor(gone, dtype=torch.uint8)]
+
+
+def _reject_unlike(tensor: Tensor, transfer: Transfer, rank: int) -> None:
+    """A module that was not recorded inside, as it looks at values, may give another form of tensor
+    in another branch; the receiver waits for the recorded one."""
+    value, shape = transfer.value, transfer.held[rank].shape
+    if tensor.dtype is _dtype(value) and (tensor.shape == shape or not value.shape):
+        return
+    raise TraceError(
+        f"{value.name} is {tuple(tensor.shape)} {_name(tensor.dtype)} in this forward, and "
+        f"{tuple(shape)} {value.dtype} in the recording that the next stage was made from: a "
+        "branch on values gave a tensor of another form. Let every branch return the same shape "
+        "and dtype (for example y.to(x.dtype)), or keep its stage and the next on one rank"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _noted(transfers: Sequence[Transfer], device: torch.device) -> bool:
@@ -175,7 +196,7 @@ def _assembled(
     """A value's part on this rank, out of boxes; those of a gradient are summed, but for those of
     ranks that have none (`gone`, by their notes)."""
     value, frame = transfer.value, transfer.received_in(rank)
-    missing = present = False  # of the gradients that arrive
+    present = False
     found = torch.empty(0, dtype=_dtype(value), device=device)
     if not value.shape:
         found = found.new_zeros(frame.shape)
@@ -194,12 +215,11 @@ def _assembled(
             here = found[box.relative_to(frame).slices()]
             part = part.view(box.shape)
             if without:
-                missing = True
                 continue
             present = True
             here.add_(part) if transfer.back else here.copy_(part)
-    if missing and not present:
-        found = absent(frame.shape, found.dtype, device)
+    if transfer.back and not present:
+        return absent(frame.shape if value.shape else (), found.dtype, device)
     if transfer.back or frame.shape != value.shape:
         return found if value.shape else found.view(())
     return as_recorded(found, value) if value.shape else found.view(())

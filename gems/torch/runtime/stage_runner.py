@@ -283,22 +283,19 @@ class StageRunner:
             flush(saved.deferred)
 
     def _agree_on_absence(self, state: StepState, stage: int, i: int, summed: Tensors) -> None:
-        """A rank whose tile has no cells cannot see whether a gradient exists. The spatial group
-        agrees: all run backward through it, or none."""
+        """A rank that receives no part of a gradient cannot see whether it exists. The spatial
+        group agrees: all run backward through it, or none."""
         partitioned = state.partitions[i]
         bound = self.programs.bound(partitioned, stage, i)
-        if bound is None or stage == self.plan.depth - 1:
-            return
-        graph = partitioned.trace.graph
-        wanted = [n for n in partitioned.sent(stage) if graph.value[n].grad]
-        unseen = [n for n in wanted if bound.has_empty_tile(n)]
-        if not unseen:
+        if bound is None or not (unseen := partitioned.unseen_gradients(stage, i)):
             return
         seen = [float(n in summed and summed[n].numel() > 0) for n in unseen]
         counts = bound.group.all_reduce(torch.tensor(seen, device=self.programs.device)).tolist()
         for name, count in zip(unseen, counts, strict=True):
             if not count:
                 summed.pop(name, None)
+            elif name not in summed:
+                summed[name] = torch.zeros_like(self._absent(state, stage, i, name))
 
     @contextmanager
     def _recomputing(

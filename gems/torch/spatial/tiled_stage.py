@@ -34,11 +34,6 @@ class TiledStage:
         """How to save a shard of a value that all ranks of the group have; None if it is tiled."""
         return PartitionedActivations(self.group) if self.box(name) is None else None
 
-    def has_empty_tile(self, name: str) -> bool:
-        """Whether a rank of the spatial group has no cell of a value."""
-        layout = self.laid.layouts.get(name)
-        return layout is not None and any(box.empty for box in layout.boxes())
-
 
 def bind(laid: StageLayout, group: SpatialGroup) -> TiledStage:
     """The stage on this rank of the group."""

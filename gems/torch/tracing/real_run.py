@@ -41,6 +41,7 @@ def real_run(
     weights.swap(module, fake=False)
     try:
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # every rank records the same branch
             twin, used = _twin(module, weights)
             before = _buffers(twin)
             try:
