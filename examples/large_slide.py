@@ -29,8 +29,8 @@ from gems.data.sparse_slide import sparse_slide
 
 def main() -> None:
     options = argparse.ArgumentParser()
-    options.add_argument("--side", type=int, default=12_000)
-    options.add_argument("--tile", type=int, default=256)
+    options.add_argument("--side", type=int, default=8_000)
+    options.add_argument("--tile", type=int, default=128)
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--folder", type=Path, default=None, help="default: a temporary one")
     given = options.parse_args()
