@@ -136,8 +136,9 @@ class Loader:
             return images, Boxed(mask, indices, shape[1:], np.int64, 0, self._pool)
         box = whole(shape[1:])
         labels = [self._named(i, self.source.target, box) for i in indices]
-        kind = np.float32 if self.source.task == "regress" else np.int64
-        return images, np.array(labels, kind)
+        if self.source.task == "regress":
+            return images, np.array(labels, np.float32)
+        return images, np.array(labels, np.int64)
 
     def _image(self, number: int, index: int, box: Box) -> Image:
         if self.augment is None:
