@@ -82,7 +82,7 @@ def test_a_slide_is_trained_on_and_mapped_in_bounded_memory(folder: Path, tmp_pa
     assert MOST["slide"] < SIDE**2 * 3, "or it could be held whole"
     used, said = resident(
         "train", "--app", "medical", "--datapath", found.slide, "--labels", found.labels,
-        "--image-size", found.tile, "--model", "resnet-v2", "--num-layers", 11,
+        "--image-size", found.tile // 4, "--level", 1, "--model", "resnet-v2", "--num-layers", 11,
         "--num-filters", 4, "--batch-size", 4, "--steps", 4, "--no-enable-evaluation",
         "--optimizer", "adam", "--learning-rate", 0.01, "--heat-map", "--out", tmp_path,
     )  # fmt: skip

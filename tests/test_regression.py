@@ -151,7 +151,7 @@ def test_cosmology_by_command(tmp_path: Path, capsys: Any) -> None:
     assert main([*command, "--loss", "dice", "--out", str(tmp_path / "x")]) == 1
     assert "choose mse, mae, huber" in capsys.readouterr().err
     assert main([*command, "--class-weights", "1,2,3,4", "--out", str(tmp_path / "y")]) == 1
-    assert "has numbers, no classes" in capsys.readouterr().err
+    assert "mse compares numbers; leave them out" in capsys.readouterr().err
 
 
 def test_layers_by_command(tmp_path: Path, capsys: Any) -> None:

@@ -105,8 +105,6 @@ class Job:
         text, classes = self.given.class_weights, self.given.num_classes
         if text is None:
             return None
-        if self.train.task == "regress":
-            raise GemsError("--class-weights: this data has numbers, no classes; leave it out")
         if text == "balanced":
             return balanced(self.train, classes)
         try:

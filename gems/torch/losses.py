@@ -27,6 +27,8 @@ def loss(
     if name not in LOSSES:
         raise ValueError(f"loss {name!r} is unknown; choose one of {', '.join(LOSSES)}")
 
+    if name in OF_NUMBERS and weights is not None:
+        raise ValueError(f"class weights {weights}: {name} compares numbers; leave them out")
     if name in OF_NUMBERS:
         return lambda output, target: OF_NUMBERS[name](output, target.to(output.dtype))
 
