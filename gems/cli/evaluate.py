@@ -37,8 +37,10 @@ def predicted(
     a regression, the numbers themselves. `pace` gets the time of each batch.
     """
     regress = source.task == "regress"
-    scores: Scores | Errors = Errors(source.classes)
-    if not regress:
+    scores: Scores | Errors
+    if regress:
+        scores = Errors(source.classes)
+    else:  # slides without labels have no classes of their own
         scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
     pace, labelled = pace or Pace(), 0
     likely: list[torch.Tensor] = []
