@@ -67,6 +67,14 @@ def test_labels_are_those_of_the_pixels(folder: Path) -> None:
     assert np.mean(dark[1]) < np.mean(dark[0]) - 0.1, "tumours have more nuclei"
 
 
+def test_without_labels_tissue_is_looked_for(folder: Path) -> None:
+    found = sparse_slide(folder, 4096, 64)
+    listed, seen = Slides(found.slide, 64, labels=found.labels), Slides(found.slide, 64)
+    first, second = ({x.place(i)[1:] for i in range(len(x))} for x in (listed, seen))
+    assert seen.classes == 0
+    assert len(first & second) > 0.8 * max(len(first), len(second)), "but for rims"
+
+
 def test_the_file_is_made_once(folder: Path) -> None:
     first = sparse_slide(folder, 4096, 64)
     before = first.slide.stat()

@@ -23,6 +23,12 @@ HEADLINE_METRIC = {"classify": ("accuracy", 1), "segment": ("dice", 1), "regress
 UNLABELLED = -1
 
 
+def _scores(given: argparse.Namespace, source: Source) -> Scores | Errors:
+    if source.task == "regress":
+        return Errors(source.classes)
+    return Scores(TASKS[source.task], given.num_classes, given.ignore_index)
+
+
 def predicted(
     given: argparse.Namespace,
     trainer: Trainer,
@@ -37,11 +43,7 @@ def predicted(
     a regression, the numbers themselves. `pace` gets the time of each batch.
     """
     regress = source.task == "regress"
-    scores: Scores | Errors
-    if regress:
-        scores = Errors(source.classes)
-    else:  # slides without labels have no classes of their own
-        scores = Scores(TASKS[source.task], given.num_classes, given.ignore_index)
+    scores = _scores(given, source)
     pace, labelled = pace or Pace(), 0
     likely: list[torch.Tensor] = []
     with loader(given, source, size) as batches, bar("evaluating", batches.steps, shown) as show:
