@@ -200,6 +200,14 @@ def test_like_sets_the_defaults_that_were_published_and_what_is_typed_wins(tmp_p
     assert parsed(*both).batch_size == 8 and parsed(*both).optimizer == "adam"
 
 
+def test_evaluation_in_a_training_like_theirs_tells_what_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    like_it = ["--like", "mpi4dl", "--split-size", "1", "--no-save", "--out", str(tmp_path)]
+    assert main(["train", *like_it, *TINY, "--enable-evaluation"]) == 0
+    assert "inference without training, which is gems eval" in caplog.text
+
+
 @pytest.mark.parametrize(
     "typed", ["--plan p.json", "--auto 4", "--spatial 1x2", "--schedule 1f1b", "--model unet"]
 )

@@ -244,7 +244,7 @@ def plans(draw: Any) -> Plan:
             options["placement"] = tuple(known.index(r) for r in ranks)
     if schedule in ("auto", "sequential"):
         options["bidirectional"] = draw(st.booleans())
-    if schedule == "auto":
+    if schedule in ("auto", "gems", "gems-zb"):
         options["max_in_flight"] = draw(st.integers(0, 4))
     return Plan(
         stages=stages,

@@ -284,6 +284,13 @@ def test_a_prediction_whose_messages_are_received_in_another_order_is_found() ->
     assert found and "in prediction under NCCL" in found[0]
 
 
+def test_a_fold_with_skips_needs_queues_to_predict_and_is_not_rejected_for_it() -> None:
+    """Story: prediction had to end with one queue, or no rank trained, under gloo neither."""
+    edges = ((0, 1), (0, 2), (1, 2), (1, 3), (2, 3))
+    plan = Plan(stages=4, micro_batches=5, ranks=2, placement="fold", schedule="gems", edges=edges)
+    assert nccl.queues(lowered(plan), plan) == 1 + made.most_communicators(plan)
+
+
 def test_two_ranks_that_read_before_they_send_hang_warm() -> None:
     plan = Plan(stages=2, micro_batches=1)
     late = parse("0: 0F0 0B0<1 0B0 0F0>1 0A 0O\n1: 1F0<0 1F0 1B0 1B0>0 1A 1O\n")

@@ -327,6 +327,15 @@ def test_auto_recomputes_no_more_than_it_must_and_the_cheapest_per_byte_first() 
     assert len(names) == 2 and recompute_seconds(dear, range(8), chosen) == 10
 
 
+def test_auto_counts_the_micro_batches_of_a_batch_that_gems_pipelines() -> None:
+    graph, costs = chain(16)
+    alone = Plan(stages=2, schedule="gems", replications=2, recompute="auto")
+    batch, stage_of, memory = replace(alone, max_in_flight=2), [0] * 8 + [1] * 8, 16 * 16
+    for plan, some in ((alone, False), (batch, True)):
+        found = fitted(plan, graph, costs, stage_of, memory, ADAM).recompute_by_stage
+        assert [names != "never" for names in found] == [some, some]
+
+
 def compiled(plan: Plan, graph: Graph, costs: Costs) -> CompiledPlan:
     return compile_plan(plan, graph, costs, machine("cpu"), Request.of(plan))
 

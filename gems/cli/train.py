@@ -44,6 +44,8 @@ from gems.errors import GemsError
 from gems.plans.plan import Plan
 from gems.plans.validate import require_world
 
+log = logging.getLogger(__name__)
+
 # Spellings of the published scripts.
 PRECISIONS = {
     "fp_32": "fp32", "fp_16": "fp16", "bp_16": "bf16", "bfp_16": "bf16", "bf_16": "bf16"
@@ -186,6 +188,12 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     plan, elsewhere = planned(given)
     if elsewhere is not None:
         return elsewhere
+    if given.like and given.enable_evaluation and _is_first():
+        log.warning(
+            "--enable-evaluation: held-out samples are evaluated after each epoch. In %s it stands "
+            "for inference without training, which is gems eval",
+            given.like,
+        )
     with held(given):
         from gems.cli.job import Job
 
@@ -194,10 +202,15 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def held(given: argparse.Namespace) -> AbstractContextManager[None]:
     """The folder of the run, for as long as it lasts: rank 0 locks it for all."""
+    return locked(given.out) if _is_first() else nullcontext()
+
+
+def _is_first() -> bool:
+    """Whether this process is rank 0, or alone."""
     from gems.torch.launchers import place
 
     here = place()
-    return locked(given.out) if here is None or here.rank == 0 else nullcontext()
+    return here is None or here.rank == 0
 
 
 def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:

@@ -51,20 +51,24 @@ def check(schedule: Schedule, plan: Plan) -> list[str]:
 
 
 def check_prediction(plan: Plan) -> list[str]:
-    """Every problem of the plan's forward-only schedule under NCCL, with any number of queues."""
-    # Prediction has one batch in flight, also where training has two.
+    """Every problem of the plan's forward-only schedule under NCCL."""
+    return check(*_prediction(plan))
+
+
+def _prediction(plan: Plan) -> tuple[Schedule, Plan]:
+    """What prediction runs: one batch in flight, also where training has two."""
     plan = replace(plan, schedule="sequential") if plan.asynchronous else plan
-    schedule = forward_only(plan)
-    return check(schedule, plan) or hangs(issued(schedule, plan))
+    return forward_only(plan), plan
 
 
 def queues(schedule: Schedule, plan: Plan) -> int:
-    """How many hardware queues a device needs: one, or as many as a rank has streams at most.
+    """How many hardware queues a device needs, to train and to predict: one, or as many as a rank
+    has streams at most.
 
     Two messages that follow each other on one link are in order on its stream. Where skips make a
     stage send both at once, one may stand in a shared queue before work that the other waits for.
     """
-    if not hangs(issued(schedule, plan)):
+    if not (hangs(issued(schedule, plan)) or hangs(issued(*_prediction(plan)))):
         return 1
     return 1 + most_communicators(plan)
 

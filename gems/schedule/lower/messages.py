@@ -85,17 +85,26 @@ def receipts(schedule: Schedule, plan: Plan) -> list[Receipts]:
     A send is complete when its receive is posted. Nothing tells the sender so, but if the receiver
     later sends something back, whoever holds that knows. So a rank can free its buffers without
     ever waiting for a peer that waits for it. Holding the part of a message that came from `other`
-    proves that `other` has posted the receives listed under (message, other).
+    proves that `other` has posted the receives listed under (message, other). Where that is known
+    before the send, as receives are posted early, the next message after the send stands for it.
     """
     found: list[Receipts] = [{} for _ in schedule.ranks]
+    sent = [{a.message: at for at, a in enumerate(row) if a.way == ">"} for row in schedule.ranks]
+    used = [
+        {_use(a): at for at, a in enumerate(row) if a.computes and a.kind not in SILENT}
+        for row in schedule.ranks
+    ]
     for other, row in enumerate(schedule.ranks):
         posted: dict[int, list[Message]] = defaultdict(list)
         for action in (a for a in row if a.way):
             for rank in _others(action, other, plan):
                 if action.way == "<":
                     posted[rank].append(action.message)
-                elif posted[rank]:
-                    found[rank][action.message, other] = posted.pop(rank)
+                    continue
+                held = used[rank][_use(_received(action))]
+                if known := [m for m in posted[rank] if sent[rank][m] < held]:
+                    found[rank][action.message, other] = known
+                    posted[rank] = [m for m in posted[rank] if m not in known]
     return found
 
 
