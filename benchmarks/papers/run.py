@@ -10,7 +10,17 @@ import argparse
 import importlib
 from time import perf_counter
 
-PAPERS = ("torchgpipe", "zerobubble", "hyfi", "master", "hybrid", "zero", "twobuffers")
+PAPERS = (
+    "torchgpipe",
+    "zerobubble",
+    "hyfi",
+    "master",
+    "equal_memory",
+    "hybrid",
+    "pathology",
+    "zero",
+    "twobuffers",
+)
 
 
 def main() -> None:
