@@ -102,8 +102,7 @@ def test_a_slide_is_trained_on_and_mapped_in_bounded_memory(folder: Path, tmp_pa
 
 @LONG
 def test_a_volume_is_trained_on_in_patches_in_bounded_memory(tmp_path: Path) -> None:
-    patches = max(2, CUBE // 64)
-    stream = f"{patches}x{patches}x{patches},2x2x2"
+    stream = ",".join("x".join([str(max(2, CUBE // n))] * 3) for n in (64, 128))
     used, said = resident(
         "train", "--app", "cosmology", "--model", "cosmoflow", "--image-size", CUBE,
         "--samples", 2, "--steps", 1, "--no-enable-evaluation", "--no-save",

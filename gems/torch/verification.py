@@ -18,8 +18,8 @@ Pairs = Sequence[tuple[str, int, int]]  # of what, bytes predicted, bytes counte
 # A difference is compared with the change of its tensor, with this much of the largest change of
 # any, or with this much of the tensor itself, whose last digit is rounded: whichever is most.
 FLOOR, ROUNDED = 1e-3, 1e-5
-# How much more than predicted may be counted. Bytes are predicted one by one, but where tiles save
-# halos or some parameters have no gradient; the overlap of fused halos (d2) is not predicted.
+# How much more than predicted may be counted. Bytes are predicted one by one, but where tiles or
+# patches have halos or some parameters no gradient; the overlap of fused halos (d2) is not.
 EXACT, ESTIMATED, FUSED = 0.0, 0.1, 0.5
 HEADERS = ("what", "equal", "largest difference", "limit", "where")
 
@@ -207,7 +207,8 @@ def _limit(plan: Plan, wanted: Outcome) -> float:
     if plan.cut:
         return FUSED if plan.halo == "d2" else ESTIMATED
     whole = not any(bool(gradient.isnan().any()) for gradient in wanted.gradients.values())
-    return EXACT if whole else ESTIMATED
+    streams = any(saved.patches for saved in plan.activations)
+    return EXACT if whole and not streams else ESTIMATED
 
 
 def _bytes(what: str, pairs: Pairs, limit: float) -> Row:
