@@ -121,6 +121,11 @@ TRAINING = {
         "step: see --learning-rate-decay (default); cosine: down to 0 at the end",
     ),
     "--warm-up": count(0, "optimizer steps of linear warm-up (default 0)"),
+    "--master-weights": switch(
+        False,
+        "store weights and gradients in --precision, and step fp32 masters of them (default: fp32 "
+        "weights, cast by autocast)",
+    ),
     "--clip": real(None, "largest norm of the gradient", "NORM"),
     "--accumulate": count(1, "gradient accumulation: batches per optimizer step (default 1)"),
     "--loss": choice(
