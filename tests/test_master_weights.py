@@ -532,19 +532,10 @@ def test_a_model_that_came_in_half_gets_masters_too() -> None:
             assert torch.equal(p, own)
 
 
-def test_the_command_line_trains_and_plans_with_masters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    some = ["--image-size", "32", "--model", "resnet-v2", "--num-layers", "11"]
-    half = ["--precision", "bf16", "--master-weights"]
-    train = ["train", *some, *half, "--steps", "1", "--samples", "8", "--out", str(tmp_path)]
-    train += ["--app", "synthetic", "--no-enable-evaluation", "--optimizer", "adam"]
-    assert main(train) == 0
-    saved = gems.latest(tmp_path / "checkpoints")
-    assert saved is not None
-    assert {x.dtype for x in gems.read_weights(saved).values()} == {torch.float32, torch.int64}
+def test_the_command_line_plans_with_masters(capsys: pytest.CaptureFixture[str]) -> None:
+    some = ["plan", "--image-size", "32", "--model", "resnet-v2", "--num-layers", "11"]
     found = []
-    for more in ([], half):
-        assert main(["plan", *some, *more, "--split-size", "1"]) == 0
+    for more in ([], ["--precision", "bf16", "--master-weights"]):
+        assert main([*some, *more, "--split-size", "1"]) == 0
         found.append(capsys.readouterr().out.split()[-2:])
     assert found[0] != found[1], "weights of two bytes"

@@ -46,6 +46,7 @@ from gems.torch.runtime.step_state import StepState
 from gems.torch.setup import Surroundings, set_up
 from gems.torch.state.deferred_init import Initialize
 from gems.torch.state.full_state_dict import full_state_dict, load_full_state_dict
+from gems.torch.state.int8_weights import Int8Report, rounded, store_in_int8
 from gems.torch.state.master_weights import HALVES, store_in_half
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import size
@@ -99,9 +100,8 @@ class DistributedModel:
         self.gpu = GpuMemory(self.device, self.memory, limit=limit_memory)
         self.offload_folder, self.batch_dim = offload_folder, batch_dim
         self.interrupt, self.regularizer = interrupt, regularizer
-        self.master_weights = master_weights
+        self.master_weights, self.settings = master_weights, dict(settings or {})
         self.optimizers: list[RankOptimizer] = []
-        self.settings = dict(settings or {})
         self.steps = 0  # batches so far
         self.window = 0  # samples of the gradients that are accumulated
         self.first = 0  # those of the first batch of them
@@ -131,6 +131,7 @@ class DistributedModel:
         """Record, plan, schedule, keep what is ours. All ranks must come to the same."""
         _check_options(self, sample)
         self.model, leaves = as_module(model)
+        self.int8 = _stored_in_int8(self)
         self.in_half = _stored_in_half(self)
         self.memory_format.apply(self.model, sample)
         self.precompiled = precompiled(self.model)
@@ -257,13 +258,13 @@ class DistributedModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
         from a file. All ranks must call it, with the same."""
+        state = rounded(self.model, state) if self.int8 is not None else state
         same = fingerprint.of_batch(dict(state), thorough=False)
         self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
         with self.weights.unsharded(fetched=False):
             held, put = self.owned.on(self.rank), self.weights.put
-            load_full_state_dict(self.model, state, held, names := self.part.first_name, put)
-        for own in self.optimizers:
-            own.put_masters({names[label]: x for label, x in state.items() if label in names})
+            load_full_state_dict(self.model, state, held, self.part.first_name, put)
+        _put_masters(self, state)
 
     def export(self, path: str | Path) -> Path:
         """Write the plain model's state dict as `.pt` or `.safetensors`; all ranks must call it."""
@@ -370,6 +371,27 @@ def _check_options(model: DistributedModel, sample: Any) -> None:
         raise PlanError(f"precision {model.precision!r} is unknown; choose one of {known}")
     if model.regularizer is not None and model.loss is None:
         raise PlanError("a regularizer is added to the loss; give the trainer one")
+
+
+def _put_masters(model: DistributedModel, state: Mapping[str, Any]) -> None:
+    names = model.part.first_name
+    values = {names[label]: value for label, value in state.items() if label in names}
+    for own in model.optimizers:
+        own.put_masters(values)
+
+
+def _stored_in_int8(model: DistributedModel) -> Int8Report | None:
+    """What was rounded, with precision="int8"."""
+    if model.precision != "int8":
+        return None
+    if model.loss is not None:
+        raise PlanError(
+            "precision 'int8' is for prediction: weights in int8 have no gradients; leave out the "
+            "optimizer, or train with 'bf16' or 'fp16'"
+        )
+    found = store_in_int8(model.model)
+    log.info("%s", found)
+    return found
 
 
 def _stored_in_half(model: DistributedModel) -> bool:

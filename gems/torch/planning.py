@@ -25,7 +25,7 @@ from gems.planner.search import SearchResult, search
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM, with_masters
 from gems.torch.gpu_machine import machine_here
-from gems.torch.runtime.stage_programs import PRECISIONS
+from gems.torch.runtime.stage_programs import AUTOCAST
 from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.state.master_weights import stored_in_half
 from gems.torch.tracing.profile import measure
@@ -119,17 +119,17 @@ class Study:
         return graph, estimate(graph, self.machine, self.precision)
 
     def _autocast(self) -> torch.autocast:
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
+        if self.precision not in AUTOCAST:
+            known = ", ".join(AUTOCAST)
             raise PlanError(f"precision {self.precision!r} is unknown; choose one of {known}")
-        dtype = PRECISIONS[self.precision]
+        dtype = AUTOCAST[self.precision]
         return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _in_half(self, module: nn.Module) -> AbstractContextManager[None]:
         """The model with its weights in half, if they are stored so."""
         if not self.master_weights:
             return nullcontext()
-        dtype = PRECISIONS[self.precision]
+        dtype = AUTOCAST[self.precision]
         if dtype is None:
             raise PlanError(
                 f"master_weights is for weights in half, and precision is {self.precision!r}; give "

@@ -50,7 +50,9 @@ class Trainer:
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
     precision    "fp32" (as the model is), "bf16" or "fp16" by autocast. Without an optimizer
-                 weights are stored in that type, too, but for those of normalisation layers
+                 weights are stored in that type, too, but for those of normalisation layers.
+                 "int8", without an optimizer: weights of linear and convolutional layers are
+                 stored in int8, with a scale per channel; arithmetic is in fp32
     master_weights  with precision="bf16" or "fp16": weights and gradients are stored in that type,
                  and the optimizer steps fp32 master copies, which are part of its state and what
                  checkpoints hold: 2 + 2 + 12 bytes per parameter with Adam. Normalisation layers
