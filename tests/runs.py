@@ -73,6 +73,7 @@ def judged(folder: Path, *options: object, base: Sequence[str] = TINY) -> dict[s
     assert main(["eval", *base, *map(str, options), "--out", str(folder)]) == 0
     found = json.loads((folder / "metrics.json").read_text())
     assert found.pop("images_per_second") > 0
+    assert 0 < found["batch_latency"]["median"] <= found.pop("batch_latency")["p95"]
     return found
 
 

@@ -95,12 +95,12 @@ def test_forward_only_in_both_directions_gives_the_scores_of_one_rank(
     both = ["--split-size", 2, "--times", 1, "--batch-size", 2, "--out", tmp_path / "two"]
     assert on_ranks(2, "eval", *labelled, *given, *both) == [0, 0]
     found = json.loads((tmp_path / "two" / "metrics.json").read_text())
-    assert found.pop("images_per_second") > 0
+    assert found.pop("images_per_second") > 0 and found.pop("batch_latency")
     assert found == pytest.approx(alone, abs=1e-6)
     assert scores(tmp_path / "two") == pytest.approx(scores(tmp_path / "one"), abs=2e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
 def test_lower_precision_gives_nearly_the_same_scores(
     precision: str, run: Run, labelled: list[str], tmp_path: Path
 ) -> None:

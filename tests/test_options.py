@@ -28,7 +28,7 @@ from gems.data.volumes import Volumes
 from gems.errors import GemsError
 from gems.files import from_json, to_json, write
 from gems.plans.plan import Plan
-from gems.predict.timeline import Timeline
+from gems.predict.timeline import Memory, Timeline
 from gems.schedule.build import lowered
 from tests.runs import PIXELS, TINY, Run, judged, parsed, parser_of, trained
 
@@ -364,6 +364,23 @@ def test_costs_are_of_the_machine_and_measured_if_asked_for() -> None:
     assert seconds() == seconds("--costs", "estimate") == seconds("--machine", "cpu")
     assert seconds("--machine", "v100") != seconds()
     assert seconds("--costs", "measure") != seconds()
+
+
+@shows("--master-weights")
+def test_masters_are_beside_weights_in_half(tmp_path: Path) -> None:
+    def peak(*options: str) -> Memory:
+        trained(tmp_path, "--precision", "bf16", "--overwrite", *options)
+        return from_json(Timeline, (tmp_path / "timeline.json").read_text()).peaks[0]
+
+    full, half = peak(), peak("--master-weights")
+    assert half.weights < full.weights and half.optimizer > full.optimizer
+
+
+@shows("--compare-fp32")
+def test_lower_precision_is_compared_with_fp32(usual: Run, tmp_path: Path) -> None:
+    given = ["--checkpoint", usual.folder / "net.pt", "--precision", "bf16"]
+    assert "same_class_as_fp32" not in judged(tmp_path, *given)
+    assert judged(tmp_path, *given, "--compare-fp32")["same_class_as_fp32"] > 0.5
 
 
 @shows("--precision")

@@ -50,6 +50,7 @@ def predicted(
         for images, targets in batches.epoch(0):
             start = perf_counter()
             output = trainer.predict(images)
+            pace.add(len(images), perf_counter() - start)
             known = torch.as_tensor(targets[:])
             likely.append(output.float() if regress else probabilities(output))
             if source.task == "classify":
@@ -58,10 +59,22 @@ def predicted(
             if len(known):
                 with as_gems_error():
                     scores.add(output, known)
-            pace.add(len(images), perf_counter() - start)
             show(f"{pace.now:.1f} images/s")
     found = scores.summary() if labelled else {}
     return found, torch.cat(likely)
+
+
+Evaluated = tuple[dict[str, float], torch.Tensor]
+
+
+def compared(task: str, found: Evaluated, exact: Evaluated) -> dict[str, float]:
+    """How far two evaluations of the same samples differ: metrics of the exact one, the share of
+    samples whose class is the same, and the largest difference of a probability, or number."""
+    (_, mine), (metrics, full) = found, exact
+    numbers = {f"fp32_{name}": value for name, value in metrics.items()}
+    if task != "regress":
+        numbers["same_class_as_fp32"] = (mine.argmax(1) == full.argmax(1)).double().mean().item()
+    return numbers | {"largest_difference_to_fp32": (mine - full).abs().max().item()}
 
 
 def probabilities(output: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Job:
             loss=self._loss(),
             optimizer=self._optimizer,
             scheduler=self._scheduler,
+            master_weights=given.master_weights,
             clip=given.clip,
             accumulate=given.accumulate,
             interrupt=self.interrupt,

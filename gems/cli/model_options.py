@@ -241,4 +241,5 @@ def studied(given: argparse.Namespace, on: Machine) -> Study:
     """The model on a machine: its graph, and costs; nothing is allocated unless it is `local`."""
     from gems.torch.planning import Study
 
-    return Study(*sampled(given), on, precision=getattr(given, "precision", "fp32"))
+    precision, masters = (getattr(given, x, None) for x in ("precision", "master_weights"))
+    return Study(*sampled(given), on, precision=precision or "fp32", master_weights=bool(masters))

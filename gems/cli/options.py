@@ -31,7 +31,7 @@ def choice(choices: Any, default: Any, help: str, **more: Any) -> dict[str, Any]
     return {"choices": tuple(choices), "default": default, "help": help, **more}
 
 
-def switch(default: bool, help: str) -> dict[str, Any]:
+def switch(default: bool | None, help: str) -> dict[str, Any]:
     """`--flag` and `--no-flag`."""
     return {"action": argparse.BooleanOptionalAction, "default": default, "help": help}
 

@@ -6,7 +6,16 @@ import argparse
 from typing import Any
 
 from gems.cli.model_options import MODEL, studied
-from gems.cli.options import add_options, choice, count, machine_of, machine_option, path, string
+from gems.cli.options import (
+    add_options,
+    choice,
+    count,
+    machine_of,
+    machine_option,
+    path,
+    string,
+    switch,
+)
 from gems.cli.plan_options import PLAN, plan_from
 from gems.draw.table import table
 from gems.draw.units import seconds, size
@@ -23,6 +32,9 @@ OPTIONS = {
     ),
     "--precision": choice(
         ("fp32", "bf16", "fp16"), "fp32", "autocast precision to plan for (default fp32)"
+    ),
+    "--master-weights": switch(
+        False, "plan for weights and gradients in --precision, and fp32 masters"
     ),
     "--auto": count(None, "choose the best plan for RANKS ranks", metavar="RANKS"),
     "--memory": string(None, "memory budget per rank, e.g. 16GiB (default: the machine's)", "SIZE"),
@@ -71,14 +83,15 @@ def planned(given: argparse.Namespace) -> tuple[Plan, CompiledPlan]:
     if given.auto:
         from gems.torch.planning import choose
 
-        wanted = {"objective": given.objective, "schedule": given.schedule or ""}
+        wanted: dict[str, Any] = {"objective": given.objective, "schedule": given.schedule or ""}
+        wanted["state"] = study.state()
         request = Request.on(on, given.auto, memory, given.micro_batches, **wanted)
         plan, study = choose(study, request)
         return plan, study.compiled(plan, request)
     if given.objective != "time" or given.micro_batches:
         raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
     plan = plan_from(given)
-    compiled = study.compiled(plan, Request.of(plan, memory))
+    compiled = study.compiled(plan, Request.of(plan, memory, study.state()))
     return compiled.plan, compiled
 
 

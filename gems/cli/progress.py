@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Pace:
-    """Samples per second, of the last few steps and of all but the first."""
+    """Samples per second, of the last few steps and of all but the first; and seconds per step."""
 
     steps: list[tuple[int, float]] = field(default_factory=list)  # samples, seconds
 
@@ -28,6 +28,11 @@ class Pace:
     @property
     def steady(self) -> float:
         return self._rate(self.steps[1:] or self.steps)
+
+    def latency(self, share: float) -> float:
+        """The seconds that this share of the steps, but the first, stayed below."""
+        seconds = sorted(s for _, s in self.steps[1:] or self.steps)
+        return seconds[min(int(share * len(seconds)), len(seconds) - 1)]
 
 
 Show = Callable[[str], None]

@@ -47,10 +47,20 @@ from gems.plans.validate import require_world
 log = logging.getLogger(__name__)
 
 # Spellings of the published scripts.
-PRECISIONS = {
+PRECISIONS = {"int_8": "int8", 
     "fp_32": "fp32", "fp_16": "fp16", "bp_16": "bf16", "bfp_16": "bf16", "bf_16": "bf16"
 }  # fmt: skip
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "radam")
+
+
+def precision_option(*more: str, help: str = "") -> dict[str, Any]:
+    return choice(
+        ("fp32", "bf16", "fp16", *more),
+        "fp32",
+        f"autocast precision (default fp32); also fp_16 and bp_16{help}",
+        type=lambda text: PRECISIONS.get(text, text),
+    )
+
 
 RUNNING = {
     "--auto": count(
@@ -68,12 +78,6 @@ RUNNING = {
     ),
     "--limit-memory": switch(
         False, "on GPUs, let the allocator raise beyond --memory (default: plan for it only)"
-    ),
-    "--precision": choice(
-        ("fp32", "bf16", "fp16"),
-        "fp32",
-        "autocast precision (default fp32); also fp_16 and bp_16",
-        type=lambda text: PRECISIONS.get(text, text),
     ),
     "--device": DEVICE,
     "--memory-format": choice(
@@ -121,6 +125,12 @@ TRAINING = {
         "step: see --learning-rate-decay (default); cosine: down to 0 at the end",
     ),
     "--warm-up": count(0, "optimizer steps of linear warm-up (default 0)"),
+    "--precision": precision_option(),
+    "--master-weights": switch(
+        False,
+        "store weights and gradients in --precision, and step fp32 masters of them (default: fp32 "
+        "weights, cast by autocast)",
+    ),
     "--clip": real(None, "largest norm of the gradient", "NORM"),
     "--accumulate": count(1, "gradient accumulation: batches per optimizer step (default 1)"),
     "--loss": choice(

@@ -21,7 +21,7 @@ class Request:
 
     memory     budget of each rank in bytes; infinite if none is given
     objective  least `time`, least `memory`, or the largest `image` that fits
-    state      bytes of the optimizer's state per byte of trained parameters
+    state      bytes of the optimizer's state per byte of trained parameters, as these are stored
     schedule   the only one wanted; "" for any that trains as one device does
     """
 
@@ -48,9 +48,9 @@ class Request:
         return cls(ranks, memory, micro_batches or 2 * ranks, **rest)
 
     @classmethod
-    def of(cls, plan: Plan, memory: float | None = None) -> Request:
+    def of(cls, plan: Plan, memory: float | None = None, state: float = ADAM) -> Request:
         """What a plan that is given does, under a memory budget if there is one."""
-        return cls(plan.world, inf if memory is None else memory, plan.total)
+        return cls(plan.world, inf if memory is None else memory, plan.total, state=state)
 
     @property
     def limited(self) -> bool:

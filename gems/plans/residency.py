@@ -10,6 +10,9 @@ times as much (2 for Adam):
     3      P/N, and P     as with 2                          state P / N
            while it runs
 
+Weights in half with fp32 masters (`master_weights`) have P for two bytes, and masters among the
+optimizer's state: `with_masters(state)`, 6 for Adam. Those are the ZeRO paper's 2 + 2 + 12 bytes.
+
 What is offloaded is not on the device: of weights P while the stage runs, of gradients nothing once
 they are reduced, of optimizer state nothing. A second weight version (PipeDream-2BW) is P more.
 
@@ -24,7 +27,14 @@ from dataclasses import dataclass
 
 ELEMENT = 4
 ADAM = 2.0  # bytes of optimizer state per byte of trained weights, unless another is given
+HALF, FULL = 2, 4  # bytes of a number
 SHARDABLE = ("optimizer", "gradients", "weights")  # by zero = 1, 2, 3
+
+
+def with_masters(state: float) -> float:
+    """Bytes of optimizer state per byte of weights in half, with fp32 masters, of an optimizer that
+    has `state` per byte of fp32 weights: 12 / 2 for Adam."""
+    return FULL * (state + 1) / HALF
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ class AsyncPipeline:
             )
         if not self.wrong:
             self.loss, self.interrupted = loss, stops > 0
-            self.batches.versions.step(own.optimizer)
+            self.batches.versions.step(lambda: own.step(1.0))
             own.step_scheduler(loss)
         session.zero_grad()
         self.batches.reduced += 1

@@ -46,6 +46,8 @@ from gems.torch.runtime.step_state import StepState
 from gems.torch.setup import Surroundings, set_up
 from gems.torch.state.deferred_init import Initialize
 from gems.torch.state.full_state_dict import full_state_dict, load_full_state_dict
+from gems.torch.state.int8_weights import Int8Report, rounded, store_in_int8
+from gems.torch.state.master_weights import HALVES, store_in_half
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import size
 from gems.torch.tensors.memory_format import MemoryFormat
@@ -73,6 +75,7 @@ class DistributedModel:
         machine: str | Path | machines.Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
+        master_weights: bool = False,
         memory_format: torch.memory_format | str | None = None,
         compile: Compile = False,
         clip: float | None = None,
@@ -97,8 +100,8 @@ class DistributedModel:
         self.gpu = GpuMemory(self.device, self.memory, limit=limit_memory)
         self.offload_folder, self.batch_dim = offload_folder, batch_dim
         self.interrupt, self.regularizer = interrupt, regularizer
+        self.master_weights, self.settings = master_weights, dict(settings or {})
         self.optimizers: list[RankOptimizer] = []
-        self.settings = dict(settings or {})
         self.steps = 0  # batches so far
         self.window = 0  # samples of the gradients that are accumulated
         self.first = 0  # those of the first batch of them
@@ -128,11 +131,13 @@ class DistributedModel:
         """Record, plan, schedule, keep what is ours. All ranks must come to the same."""
         _check_options(self, sample)
         self.model, leaves = as_module(model)
+        self.int8 = _stored_in_int8(self)
+        self.in_half = _stored_in_half(self)
         self.memory_format.apply(self.model, sample)
         self.precompiled = precompiled(self.model)
         where = Surroundings(
             self.transport, self.device, self.machine, self.memory, self.precision,
-            self.memory_format, self.compiling,
+            self.memory_format, self.compiling, self.master_weights,
         )  # fmt: skip
         found = set_up(self.model, leaves, sample, plan, costs, schedule, where)
         self.plan, self.costs, self.schedule = found.plan, found.costs, found.schedule
@@ -228,7 +233,8 @@ class DistributedModel:
     def state_dict(self) -> dict[str, Any]:
         """The plain model's whole state dict, same keys, on every rank, in host memory.
 
-        All ranks must call it.
+        Weights are as they are stored: with master_weights, and without an optimizer in "bf16" or
+        "fp16", in half. Checkpoints have the masters. All ranks must call it.
         """
         self._meet("state_dict")
         with self.weights.unsharded():
@@ -252,11 +258,13 @@ class DistributedModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a plain model's state dict; each rank takes its part. gems.read_weights reads one
         from a file. All ranks must call it, with the same."""
+        state = rounded(self.model, state) if self.int8 is not None else state
         same = fingerprint.of_batch(dict(state), thorough=False)
         self._meet("load_state_dict", **{"state dict": f"#{same:x}"})
         with self.weights.unsharded(fetched=False):
             held, put = self.owned.on(self.rank), self.weights.put
             load_full_state_dict(self.model, state, held, self.part.first_name, put)
+        _put_masters(self, state)
 
     def export(self, path: str | Path) -> Path:
         """Write the plain model's state dict as `.pt` or `.safetensors`; all ranks must call it."""
@@ -363,6 +371,53 @@ def _check_options(model: DistributedModel, sample: Any) -> None:
         raise PlanError(f"precision {model.precision!r} is unknown; choose one of {known}")
     if model.regularizer is not None and model.loss is None:
         raise PlanError("a regularizer is added to the loss; give the trainer one")
+
+
+def _put_masters(model: DistributedModel, state: Mapping[str, Any]) -> None:
+    names = model.part.first_name
+    values = {names[label]: value for label, value in state.items() if label in names}
+    for own in model.optimizers:
+        own.put_masters(values)
+
+
+def _stored_in_int8(model: DistributedModel) -> Int8Report | None:
+    """What was rounded, with precision="int8"."""
+    if model.precision != "int8":
+        return None
+    if model.loss is not None:
+        raise PlanError(
+            "precision 'int8' is for prediction: weights in int8 have no gradients; leave out the "
+            "optimizer, or train with 'bf16' or 'fp16'"
+        )
+    found = store_in_int8(model.model)
+    log.info("%s", found)
+    return found
+
+
+def _stored_in_half(model: DistributedModel) -> bool:
+    """Whether weights are stored in half: those of a session that only predicts, and those that
+    have masters. Then they are from now on."""
+    dtype = PRECISIONS[model.precision]
+    in_half = model.master_weights or (model.loss is None and dtype is not None)
+    if in_half and dtype is not None:
+        store_in_half(model.model, dtype)
+    if model.master_weights:
+        _reject_masters(model)
+    return in_half
+
+
+def _reject_masters(model: DistributedModel) -> None:
+    if model.loss is None:
+        raise PlanError(
+            "master_weights is for training, and this session has no loss or no optimizer; leave "
+            "it out: with precision='bf16' or 'fp16' weights are in half all the same"
+        )
+    if all(p.dtype not in HALVES for p in model.model.parameters()):
+        raise PlanError(
+            "master_weights has fp32 copies of weights that are stored in half, and with "
+            f"precision={model.precision!r} none of this model's are; give precision='bf16' or "
+            "'fp16', or leave master_weights out"
+        )
 
 
 def _warn_precompiled(model: DistributedModel) -> None:

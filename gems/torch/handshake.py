@@ -42,6 +42,7 @@ class Compared(Protocol):
     clip: float | None
     seed: int
     precision: str
+    master_weights: bool
     memory_format: Any
     compiling: Any
     precompiled: list[str]
@@ -67,6 +68,7 @@ class Handshake:
             "sample": describe(sample),
             "seed": session.seed,
             "precision": session.precision,
+            "master weights": session.master_weights,
             "memory format": session.memory_format,
             "compile": session.compiling,
             "compiled modules": session.precompiled,

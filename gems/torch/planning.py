@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,10 +23,11 @@ from gems.planner.explain import chosen, explain
 from gems.planner.request import Request
 from gems.planner.search import SearchResult, search
 from gems.plans.plan import Plan
-from gems.plans.residency import ADAM
+from gems.plans.residency import ADAM, with_masters
 from gems.torch.gpu_machine import machine_here
-from gems.torch.runtime.stage_programs import PRECISIONS
+from gems.torch.runtime.stage_programs import AUTOCAST
 from gems.torch.spatial.halo_costs import with_halos
+from gems.torch.state.master_weights import stored_in_half
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import as_module, trace
 
@@ -46,6 +47,7 @@ def plan(
     state: float = ADAM,
     schedule: str = "",
     precision: str = "fp32",
+    master_weights: bool = False,
 ) -> Plan:
     """The best plan for `model` on inputs like `sample`; `plan.explain()` gives the reasons.
 
@@ -57,16 +59,19 @@ def plan(
                    size does not matter, and `plan.why` has the one found
     costs          `estimate`, nothing is run; `measure`, on this computer; `auto` measures if the
                    machine is `local`
-    state          bytes of the optimizer's state per byte of trained parameters: Adam 2
+    state          bytes of the optimizer's state per byte of trained fp32 parameters: Adam 2
     schedule       plans of this one only; if left out, any but `2bw`, which uses older weights
     precision      `fp32` (as the model is), `bf16` or `fp16` by autocast: bytes of activations, and
                    speed, where the machine has one for it
+    master_weights  weights and gradients in `precision`, and fp32 masters with the optimizer's
+                   state, as gems.Trainer has them
     """
     on = machine_here(machine)
     budget = None if memory is None else bytes_of(memory)
-    wanted = {"objective": objective, "state": state, "schedule": schedule}
+    study = Study(model, sample, on, costs, precision, master_weights)
+    wanted = {"objective": objective, "state": study.state(state), "schedule": schedule}
     request = Request.on(on, ranks, budget, micro_batches, **wanted)
-    return choose(Study(model, sample, on, costs, precision), request)[0]
+    return choose(study, request)[0]
 
 
 def choose(study: Study, request: Request) -> tuple[Plan, Study]:
@@ -100,24 +105,42 @@ class Study:
     machine: Machine
     costs: str = "auto"
     precision: str = "fp32"
+    master_weights: bool = False
 
     @cached_property
     def graph(self) -> tuple[Graph, Costs]:
         """What the model is, and what its blocks cost; recorded under the CPU's autocast."""
-        with self._autocast():
+        module, _ = as_module(self.model)
+        with self._autocast(), self._in_half(module):
             traced = trace(self.model, self.sample)
-            module, _ = as_module(self.model)
             graph = with_halos(traced, module)
             if self.costs == "measure" or (self.costs == "auto" and self.machine.name == "local"):
                 return graph, measure(traced, module, torch.device("cpu"), on=self.machine)
         return graph, estimate(graph, self.machine, self.precision)
 
     def _autocast(self) -> torch.autocast:
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
+        if self.precision not in AUTOCAST:
+            known = ", ".join(AUTOCAST)
             raise PlanError(f"precision {self.precision!r} is unknown; choose one of {known}")
-        dtype = PRECISIONS[self.precision]
+        dtype = AUTOCAST[self.precision]
         return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _in_half(self, module: nn.Module) -> AbstractContextManager[None]:
+        """The model with its weights in half, if they are stored so."""
+        if not self.master_weights:
+            return nullcontext()
+        dtype = AUTOCAST[self.precision]
+        if dtype is None:
+            raise PlanError(
+                f"master_weights is for weights in half, and precision is {self.precision!r}; give "
+                "'bf16' or 'fp16', or leave master_weights out"
+            )
+        return stored_in_half(module, dtype)
+
+    def state(self, optimizer: float = ADAM) -> float:
+        """Bytes of an optimizer's state per byte of weights as they are stored, masters included,
+        if it has `optimizer` per byte of fp32 weights."""
+        return with_masters(optimizer) if self.master_weights else optimizer
 
     def search(self, request: Request, *, enough: bool = False, prune: bool = True) -> SearchResult:
         return search(*self.graph, self.machine, request, enough=enough, prune=prune)

@@ -169,6 +169,7 @@ class RankModel:
             loss_weights=self.loss_weights,
             deferred=deferred,
             host=self.store(plan.residency[0].weights_offload),
+            masters=self.where.master_weights,
         )
         programs = StagePrograms(
             self.model,

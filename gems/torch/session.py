@@ -328,8 +328,7 @@ class Session(DistributedModel):
             save_load as checkpoint,  # loads DCP, for which those who do not save need not wait
         )
 
-        _reject_complete(self, "save")
-        self._meet("save")
+        _begin_checkpoint(self, "save")
         with self.weights.unsharded():
             return checkpoint.save(self, path, extra, keep)
 
@@ -344,16 +343,26 @@ class Session(DistributedModel):
         """
         from gems.torch.checkpoint import save_load as checkpoint
 
-        _reject_complete(self, "load")
-        self._meet("load")
+        if self.int8 is not None:
+            return _load_rounded(self, Path(path))
+        _begin_checkpoint(self, "load")
         with self.weights.unsharded():
             return checkpoint.load(self, path, strict)
 
 
-def _reject_complete(session: Session, call: str) -> None:
+def _begin_checkpoint(session: Session, call: str) -> None:
     session.reject_unusable()
     if session.complete:
         raise GemsError(f"{call}: gradients wait for optimizer_step(); call it, or zero_grad()")
+    session._meet(call)
+
+
+def _load_rounded(session: Session, path: Path) -> Any:
+    """The weights of a checkpoint, of which int8 ones are rounded as a whole."""
+    from gems.torch.checkpoint import save_load as checkpoint
+
+    session.load_state_dict(checkpoint.weights_in(path))
+    return checkpoint.extra_in(path)
 
 
 def _reject_batch(session: Session) -> None:

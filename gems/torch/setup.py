@@ -23,6 +23,7 @@ from gems.planner.explain import chosen, explain
 from gems.planner.request import Request
 from gems.planner.search import search
 from gems.plans.plan import Plan
+from gems.plans.residency import ADAM, with_masters
 from gems.plans.validate import require_world
 from gems.schedule.action import Schedule
 from gems.torch.runtime.compiled_calls import CompileOptions
@@ -49,6 +50,7 @@ class Surroundings:
     precision: str
     memory_format: MemoryFormat = field(default_factory=MemoryFormat)
     compiling: CompileOptions = field(default_factory=CompileOptions)
+    master_weights: bool = False  # of weights in half optimizers step fp32 copies
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,12 @@ def set_up(
     if not isinstance(plan, Plan) or plan.cut or plan.stream:
         traced = replace(traced, graph=with_halos(traced, model))
     blocks = _block_costs(costs, traced, model, where, plan if isinstance(plan, Plan) else None)
+    state = with_masters(ADAM) if where.master_weights else ADAM
     if isinstance(plan, Plan):
-        request = Request.of(plan, where.memory)
+        request = Request.of(plan, where.memory, state=state)
     else:
-        request = Request.on(where.machine, where.transport.world, where.memory)
+        world = where.transport.world
+        request = Request.on(where.machine, world, where.memory, state=state)
         plan = _chosen(traced, blocks, where.machine, request)
     _reject_mismatch(plan, where.transport.world)
     _reject_whole(plan, traced, model)

@@ -49,7 +49,14 @@ class Trainer:
                  context and communicators take their part; an error on CPUs
     schedule     an order of one's own, instead of the plan's: compute actions of one copy, or
                  all that every rank does
-    precision    "fp32" (as the model is), "bf16" or "fp16" by autocast
+    precision    "fp32" (as the model is), "bf16" or "fp16" by autocast. Without an optimizer
+                 weights are stored in that type, too, but for those of normalisation layers.
+                 "int8", without an optimizer: weights of linear and convolutional layers are
+                 stored in int8, with a scale per channel; arithmetic is in fp32
+    master_weights  with precision="bf16" or "fp16": weights and gradients are stored in that type,
+                 and the optimizer steps fp32 master copies, which are part of its state and what
+                 checkpoints hold: 2 + 2 + 12 bytes per parameter with Adam. Normalisation layers
+                 stay in fp32
     memory_format  "channels_last" or torch.channels_last (channels_last_3d for volumes): weights
                  and inputs get it, and activations, messages, tiles and gradients keep it; if left
                  out, strides are as they come
@@ -94,6 +101,7 @@ class Trainer:
         machine: str | Path | Machine = "auto",
         schedule: Schedule | None = None,
         precision: str = "fp32",
+        master_weights: bool = False,
         memory_format: torch.memory_format | str | None = None,
         compile: Compile = False,
         clip: float | None = None,
@@ -117,11 +125,9 @@ class Trainer:
             loss if trains else None,
             sample,
             plan,
-            memory=memory,
-            costs=costs,
-            machine=machine,
-            schedule=schedule,
+            memory=memory, costs=costs, machine=machine, schedule=schedule,
             precision=precision,
+            master_weights=master_weights,
             memory_format=memory_format,
             compile=compile,
             clip=clip,
@@ -137,7 +143,7 @@ class Trainer:
             regularizer=regularizer if trains else None,
             limit_memory=limit_memory,
             settings={"accumulate": accumulate},
-        )
+        )  # fmt: skip
         self._check_loop(optimizer, scheduler)
         if optimizer is not None:
             self.session.add_optimizer(optimizer, scheduler)

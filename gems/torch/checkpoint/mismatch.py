@@ -12,6 +12,7 @@ from gems.errors import CheckpointError, problems
 from gems.torch.checkpoint.manifest import TensorEntry
 from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of
+from gems.torch.state.master_weights import HALVES
 from gems.torch.state.optimizer_state import type_name
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.transport.encoding import sendable
@@ -63,11 +64,17 @@ def _of_weights(trainer: TrainingState, tensors: Tensors) -> Iterator[str]:
         if (entry := tensors.get(key)) is None:
             if key in expected or name in trainer.loss_weights:
                 yield f"missing: {label}, {form}"
-        elif _form(entry) != form:
+        elif _form(entry) != form and not _widened(trainer, entry, weights[name]):
             yield f"{label} is {_form(entry)} in the checkpoint, {form} in the model"
     for key, entry in tensors.items():
         if key.startswith("model.") and key not in expected:
             yield f"unexpected: {key.removeprefix('model.')}, {_form(entry)}"
+
+
+def _widened(trainer: TrainingState, entry: TensorEntry, weight: Tensor) -> bool:
+    """Whether it is an fp32 weight that this trainer stores in half."""
+    half = trainer.in_half and weight.dtype in HALVES and entry.dtype == "float32"
+    return half and tuple(entry.shape) == tuple(weight.shape)
 
 
 def _form(tensor: Tensor | TensorEntry) -> str:

@@ -15,6 +15,7 @@ from gems.torch.checkpoint.rng_state import restore_rng
 from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import loadable, weights_of
 from gems.torch.state.full_state_dict import set_extra_state
+from gems.torch.state.master_weights import HALVES, MASTER
 from gems.torch.state.optimizer_state import NamedState, load_named_state, load_param_state
 from gems.torch.state.optimizer_step import StageOptimizer
 from gems.torch.state.sharded_optimizer import shard_state
@@ -126,6 +127,9 @@ def restore(trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tenso
             set_extra_state(trainer.model, label, decode(value, tensors))
     if plan.training:
         _restore_training(trainer, plain, plan, tensors)
+    here = {name: tensors[k] for k, name in plan.weights.items() if name not in plan.offloaded}
+    for own in trainer.optimizers:
+        own.put_masters(here)
     if trainer.async_pipeline is not None:
         saved = _saved_older(trainer, plain) if plan.training else {}
         parameters, loaded = trainer.weights.named_parameters(), set(plan.weights.values())
@@ -147,10 +151,18 @@ def restore_stage(
         if key not in tensors:
             continue
         trainer.weights.put(name, tensors[key])
-        saved = plain["state"].get(name) if plan.training and name in stepped else None
-        if saved is not None:
-            (own,) = trainer.optimizers
-            state, exact = decode(saved, tensors), tensors[key].dtype == parameters[name].dtype
+        if name not in stepped or not trainer.optimizers:
+            continue
+        (own,) = trainer.optimizers
+        mastered = MASTER in own.optimizer.state.get(stepped[name], ())
+        if not plan.training:
+            own.put_masters({name: tensors[key]})
+            continue
+        state = decode(plain["state"].get(name, {}), tensors)
+        if mastered:
+            state[MASTER] = tensors[key].float()
+        if state:
+            exact = mastered or tensors[key].dtype == parameters[name].dtype
             if shard is not None:
                 state = shard_state(state, parameters[name], shard.param_shards[name])
             load_param_state(own.optimizer, stepped[name], state, exact=exact)
@@ -181,6 +193,11 @@ def _restore_training(
     restore_rng(decode(own_random(trainer, plain), tensors), trainer.device)
 
 
+def _in_half(trainer: TrainingState, parameter: Tensor) -> bool:
+    """Whether its optimizer state is its master's: fp32, whatever its own type."""
+    return trainer.weights.masters and parameter.dtype in HALVES
+
+
 def _restore_optimizers(
     trainer: TrainingState, plain: Plain, plan: LoadPlan, tensors: Tensors
 ) -> None:
@@ -190,7 +207,9 @@ def _restore_optimizers(
     exact = {
         name
         for key, name in plan.weights.items()
-        if name in stepped and name in here and tensors[key].dtype == parameters[name].dtype
+        if name in stepped
+        and name in here
+        and (tensors[key].dtype == parameters[name].dtype or _in_half(trainer, parameters[name]))
     }
     for shard in trainer.weights.shards.values():
         for name in set(state).intersection(shard.parameters):
@@ -203,6 +222,7 @@ def _restore_optimizers(
         named = NamedState(groups, saved["names"], state, rest)
         held = {name for name in exact if id(stepped[name]) in mine}
         load_named_state(own.optimizer, stepped, named, held)
+        own.add_masters()
         if own.by_stage is not None:
             own.by_stage.reset()
         own.optimizer.zero_grad(set_to_none=True)

@@ -212,6 +212,13 @@ def state_in(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     return plain
 
 
+def extra_in(path: Path) -> Any:
+    """What the user saved besides."""
+    manifest = manifests.read(path)
+    plain = state_in(path, manifest.tensors)
+    return decode(plain["extra"], read(path, manifest, set(references(plain["extra"]))))
+
+
 def weights_in(path: Path) -> dict[str, Any]:
     """The plain model's state dict out of a checkpoint, verified, in host memory."""
     manifest = manifests.read(path)

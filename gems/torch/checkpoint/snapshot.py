@@ -1,6 +1,8 @@
 """What a checkpoint holds, taken from a trainer. Sections of tensors, and who writes them:
 
-model       weights, by the labels of the plain state dict   one rank of the replica group
+model       weights, by the labels of the plain state dict;  one rank of the replica group
+            of those that are stored in half, the fp32
+            masters
 buffers     non-persistent buffers, and parameters of the    the same
             loss
 optimizer   its state, weight by weight                      the same
@@ -30,6 +32,7 @@ from gems.torch.checkpoint.rng_state import rng_states
 from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers
 from gems.torch.checkpoint.weight_keys import buffer_keys, model_keys, weights_of, writers
 from gems.torch.offload.optimizer import OffloadedState
+from gems.torch.state.master_weights import HALVES, MASTER
 from gems.torch.state.optimizer_state import NamedState, named_state, type_name
 from gems.torch.state.param_shards import StageShard
 from gems.torch.state.rank_optimizer import RankOptimizer
@@ -141,17 +144,26 @@ def _own_part(
             part["shared"].setdefault("others", []).append(saved)
         else:
             part["shared"] |= saved
-        part["state"] |= {
-            name: encode(_forms(x), f"optimizer.{name}", tensors)
-            for name, x in named.state.items()
-            if name in mine and name not in sharded
-        }
-    part["state"] |= {
-        name: encode(_forms(x), f"optimizer.{name}", tensors)
-        for name, x in full.items()
-        if name in mine
-    }
+        here = {n: x for n, x in named.state.items() if n in mine and n not in sharded}
+        _take_state(trainer, taken, part["state"], here)
+    _take_state(trainer, taken, part["state"], {n: x for n, x in full.items() if n in mine})
+    _widen(trainer, taken)
     return part
+
+
+def _take_state(
+    trainer: TrainingState, taken: Snapshot, states: dict[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Optimizer state of weights; masters in place of the weights."""
+    key_of = {name: key for key, name in reversed(model_keys(trainer).items())}
+    for name, state in given.items():
+        state = _forms(state)
+        if (master := state.pop(MASTER, None)) is not None:
+            key = key_of[name]
+            taken.tensors[key] = master
+            taken.offloaded.pop(key, None)
+        if state:
+            states[name] = encode(state, f"optimizer.{name}", taken.tensors)
 
 
 def _optimizer(
@@ -171,6 +183,15 @@ def _optimizer(
             "state": encode(scheduler.state_dict(), f"{at}.scheduler", tensors),
         },
     }
+
+
+def _widen(trainer: TrainingState, taken: Snapshot) -> None:
+    """What is stored in half and has no master, being frozen, becomes fp32: a checkpoint loads
+    whatever weights are stored in."""
+    for key in model_keys(trainer) if trainer.in_half else ():
+        own = taken.tensors.get(key)
+        if own is not None and own.dtype in HALVES and key not in taken.offloaded:
+            taken.tensors[key] = own.detach().float()
 
 
 def _take_weights(trainer: TrainingState, taken: Snapshot, mine: set[str]) -> None:

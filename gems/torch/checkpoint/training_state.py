@@ -30,6 +30,7 @@ class TrainingState(Protocol):
     loss_weights: dict[str, nn.Parameter]
     part: Any  # the RankModel, which knows names and owners
     optimizers: list[RankOptimizer]
+    in_half: bool  # whether weights that were fp32 are stored in half
     scale: LossScale | None
     async_pipeline: Any  # of schedule 2bw, else None
     seed: int

@@ -32,7 +32,8 @@ from gems.torch.tracing.trace import Trace, trace
 from gems.transport.protocol import Transport
 
 log = logging.getLogger(__name__)
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {**AUTOCAST, "int8": None}  # whose weights are computed when a layer runs
 
 
 class StagePrograms:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -14,6 +13,8 @@ from gems.errors import PlanError
 from gems.torch.offload.optimizer import OffloadedState
 from gems.torch.offload.stores import Store
 from gems.torch.offload.worker import worker
+from gems.torch.state.by_parameter import treats_each_alone
+from gems.torch.state.master_weights import add_masters, step_some
 from gems.torch.state.param_shards import StageShard
 from gems.transport.protocol import Done, Work
 
@@ -34,9 +35,13 @@ class StageOptimizer:
         shards: Mapping[int, StageShard],
         store: Store | None,
         device: torch.device,
+        *,
+        masters: bool = False,
     ) -> None:
+        """`masters`: of half parameters the optimizer steps fp32 copies."""
         _reject(optimizer)
         self.optimizer, self.parameters, self.shards = optimizer, parameters, shards
+        self.masters = masters
         self.offloaded = OffloadedState(optimizer, store) if store is not None else None
         self.worker = worker("gems-update", device)
         self.stepped: set[int] = set()
@@ -84,12 +89,10 @@ class StageOptimizer:
         stepped = [p for p in self.parameters[stage] if p.grad is not None]
         if self.offloaded is not None:
             self.offloaded.load(stepped)
-        for p in stepped if factor != 1.0 else ():
-            assert p.grad is not None
-            p.grad.mul_(factor)
+        if self.masters:
+            add_masters(self.optimizer, stepped)  # of what was frozen so far
         if stepped:
-            with only(self.optimizer, stepped):
-                self.optimizer.step()
+            step_some(self.optimizer, stepped, factor)
         for p in stepped:
             p.grad = None
         return self.offloaded.offload(stepped) if self.offloaded is not None else 0
@@ -107,7 +110,18 @@ class StageOptimizer:
         if self.offloaded is not None:
             self.offloaded.clear()
         for stage in self.parameters:
+            if self.masters:
+                self._add_masters(stage)
             self.offload(stage)
+
+    def _add_masters(self, stage: int) -> None:
+        shard = self.shards.get(stage)
+        if shard is not None and shard.store is not None:
+            shard.load()
+            add_masters(self.optimizer, self.parameters[stage])
+            shard.offload()
+        else:
+            add_masters(self.optimizer, self.parameters[stage])
 
 
 class _StepWork:
@@ -121,26 +135,9 @@ class _StepWork:
         self.shard.offload()
 
 
-@contextmanager
-def only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let an optimizer have no other parameters inside."""
-    wanted = {id(p) for p in parameters}
-    before = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in wanted]
-    try:
-        yield
-    finally:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params
-
-
 def _reject(optimizer: Optimizer) -> None:
-    """Torch's optimizers treat each parameter by itself, except LBFGS."""
-    kind = type(optimizer)
-    own = getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
-    declared = getattr(optimizer, "by_parameter", False) or getattr(optimizer, "elementwise", False)
-    if not own and not declared:
+    if not treats_each_alone(optimizer):
+        kind = type(optimizer)
         raise PlanError(
             f"optimizer steps are taken stage by stage, and {kind.__qualname__} may need all "
             "parameters at once. Use one of torch.optim (not LBFGS), declare that your own treats "

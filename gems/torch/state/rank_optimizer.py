@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gems.errors import GemsError, PlanError
 from gems.torch.offload.stores import Store
+from gems.torch.state.master_weights import MASTER, add_masters, step_some
 from gems.torch.state.optimizer_step import TIED, StageOptimizer
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.state.sharded_optimizer import shard_optimizer
@@ -44,7 +45,9 @@ class RankOptimizer:
             self.optimizer = make(mine)
         _reject_sparse(self.optimizer, weights)
         shard_optimizer(self.optimizer, weights.shards.values())
+        self.weights = weights
         self.by_stage = _by_stage(self.optimizer, weights, store, device)
+        self.add_masters()
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self.compared: list[str] = []  # hyper-parameters that must be the same on all ranks
         self.may_step = False
@@ -57,10 +60,38 @@ class RankOptimizer:
 
     def step(self, factor: float) -> None:
         """Step all parameters at once, with gradients times `factor`."""
+        if self.weights.masters:
+            stepped = [p for p in self.parameters if p.grad is not None]
+            add_masters(self.optimizer, stepped)  # of what was frozen so far
+            step_some(self.optimizer, stepped, factor)
+            return
         for p in self.parameters if factor != 1.0 else ():
             if p.grad is not None:
                 p.grad.mul_(factor)
         self.optimizer.step()
+
+    # --- master weights -------------------------------------------------------------------------
+
+    def add_masters(self) -> None:
+        """Give parameters in half that have no master one; stage by stage, those of a plan that
+        offloads get theirs from `StageOptimizer.reset`."""
+        if self.weights.masters and self.by_stage is None:
+            add_masters(self.optimizer, self.parameters)
+
+    def put_masters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set the masters of weights, by name, to whole values in full precision."""
+        stepped, shards = self.weights.stepped(), self.weights.param_shards()
+        offloaded = self.by_stage and self.by_stage.offloaded
+        for name, value in values.items() if self.weights.masters else ():
+            p = stepped.get(name)
+            if p is None or MASTER not in self.optimizer.state.get(p, ()):
+                continue
+            if offloaded:
+                offloaded.load([p])
+            piece = shards.get(name)
+            self.optimizer.state[p][MASTER].copy_(value if piece is None else piece.of(value))
+            if offloaded:
+                offloaded.offload([p])
 
     def begin(self) -> None:
         """A batch begins: no stage was stepped with its gradients."""
@@ -139,7 +170,8 @@ def _by_stage(
     parts = {s: [stepped[n] for n in weights.owned.only(s) if n in stepped] for s in stages}
     alone = {id(p) for mine in parts.values() for p in mine}
     parts[TIED] = [p for p in stepped.values() if id(p) not in alone]
-    return StageOptimizer(optimizer, parts, weights.shards, place, device)
+    masters = weights.masters
+    return StageOptimizer(optimizer, parts, weights.shards, place, device, masters=masters)
 
 
 def reject_shared(optimizers: Sequence[RankOptimizer], weights: RankWeights) -> None:

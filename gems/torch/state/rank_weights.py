@@ -14,6 +14,7 @@ from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
 from gems.torch.offload.stores import Store
 from gems.torch.state.deferred_init import DeferredInit
+from gems.torch.state.flat_params import ParamShard
 from gems.torch.state.ownership import Ownership
 from gems.torch.state.param_shards import StageShard
 from gems.torch.state.sparse_gradients import square_norm
@@ -36,10 +37,12 @@ class RankWeights:
         loss_weights: Mapping[str, nn.Parameter] | None = None,
         deferred: DeferredInit | None = None,
         host: Store | None = None,
+        masters: bool = False,
     ) -> None:
-        """`deferred` initialises weights; `host` stores those that are offloaded."""
+        """`deferred` initialises weights; `host` stores those that are offloaded. `masters`: of
+        weights in half optimizers step fp32 copies."""
         self.model, self.plan, self.owned, self.transport = model, plan, owned, transport
-        self.host, self.rank = host, transport.rank
+        self.host, self.rank, self.masters = host, transport.rank, masters
         self.stages = plan.stages_on[self.rank]
         self.held = owned.on(self.rank)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -92,7 +95,12 @@ class RankWeights:
         shards = self.shards.values()
         sharded = {name for shard in shards for name in shard.parameters}
         alone = {n: p for n, p in self.named_parameters().items() if n not in sharded}
-        return alone | {n: x.param for shard in shards for n, x in shard.param_shards.items()}
+        return alone | {n: x.param for n, x in self.param_shards().items()}
+
+    def param_shards(self) -> dict[str, ParamShard]:
+        """By name, this rank's part of each parameter that is sharded or offloaded."""
+        shards = self.shards.values()
+        return {name: piece for shard in shards for name, piece in shard.param_shards.items()}
 
     def clear_gradients(self) -> None:
         for p in (*self.parameters_here, *self.stepped().values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -41,14 +41,15 @@ class WeightVersions:
                 p.data = buffers[version % 2]
         self.shown = version
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compute the next version from the newest, in the buffer of the one before."""
+    def step(self, step: Callable[[], None]) -> None:
+        """Let an optimizer compute the next version from the newest, in the buffer of the one
+        before."""
         self.show(self.updates + 1)
         for buffers in self.buffers.values():
             buffers[self.shown % 2].copy_(buffers[self.updates % 2])
         # Unfinished backwards use the other buffer: autograd must not count this as a change.
         with unseen_by_autograd(tuple(self.buffers)):
-            optimizer.step()
+            step()
         for p, buffers in self.buffers.items():
             buffers[self.shown % 2] = p.data  # some optimizers replace it
         self.updates += 1
