@@ -6,13 +6,26 @@ prediction: run the benchmark and bring its README up to date.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
-from benchmarks.papers import hybrid, hyfi, master, torchgpipe, zero, zerobubble
+from benchmarks.papers import (
+    equal_memory,
+    hybrid,
+    hyfi,
+    master,
+    pathology,
+    torchgpipe,
+    zero,
+    zerobubble,
+)
 from benchmarks.papers.steps import by_count, network
 from benchmarks.papers.tables import off, table
 from gems.model.costs import Cost, Costs
 from gems.plans.plan import Plan
+from gems.predict.timeline import IN_FLIGHT
+from gems.schedule.build import build
 
 
 def test_a_table_is_markdown() -> None:
@@ -132,3 +145,57 @@ def test_stages_of_zero_hold_what_was_published_and_a_stage_or_two_more_at_the_p
         assert zero.held(level) == pytest.approx(published * 1e9, rel=5e-3)
         more = {2: 2 * one, 3: 4 * one}.get(level, 0.0)
         assert zero.held(level) <= zero.peak(level) <= zero.held(level) + more + 1e6
+
+
+# --- all ways at equal memory ---------------------------------------------------------------------
+
+
+def test_split_backward_is_1_88_times_layer_parallelism_in_the_memory_of_one_sample() -> None:
+    found = equal_memory.units(4, 8)
+    assert found == {
+        equal_memory.LAYER: 96,
+        equal_memory.MAST: 84,
+        equal_memory.MASTER: 75,
+        equal_memory.SPLIT: 51,
+        equal_memory.RECOMPUTING: 39,
+    }
+    for name in (equal_memory.LAYER, equal_memory.MASTER, equal_memory.SPLIT):
+        plan, _ = equal_memory.ways(4, 8)[name]
+        for row in build(plan).ranks:
+            assert max(accumulate(IN_FLIGHT[a.kind] for a in row)) == 1, name
+
+
+def test_one_image_at_a_time_needs_both_directions_only_from_two_on() -> None:
+    assert set(equal_memory.ways(2, 1)) == {equal_memory.LAYER, equal_memory.RECOMPUTING}
+
+
+def test_auto_is_never_slower_than_what_fits_its_limit() -> None:
+    found = equal_memory.of_network("ResNet-110-v2, 1024²", 2, 2)
+    rate, size, _ = found[equal_memory.AUTO]
+    limit = max(found[way][1] for way in (equal_memory.LAYER, equal_memory.MASTER))
+    assert size <= limit
+    assert rate >= max(other for other, held, _ in found.values() if held <= limit)
+
+
+def test_contention_of_a_node_s_gpus_takes_in_the_published_efficiency() -> None:
+    """ResNet-110 on 32 ranks again: two rails for four GPUs halve what each can send."""
+    graph, on = network("resnet110_v2", 224), hybrid.with_contention(hybrid.V100)
+    assert on.between is not None and hybrid.V100.between is not None
+    assert on.between.bandwidth == hybrid.V100.between.bandwidth / 2
+    free, shared = (hybrid.efficiency(graph, 8, on=m)[1] for m in (hybrid.V100, on))
+    assert (free, shared) == pytest.approx((0.9842, 0.9648), abs=1e-4)
+
+
+def test_an_image_of_224_is_faster_in_a_batch_of_two() -> None:
+    assert master.of_batch(224, 2) == pytest.approx(1.14, abs=0.01)
+
+
+def test_the_slide_s_28_minutes_take_so_many_gpus() -> None:
+    assert pathology.TILES == 97**2
+    assert pathology.epochs() == pytest.approx(4.793, abs=1e-3)
+    assert {way: pathology.needed(way) for way in pathology.WAYS} == {
+        "MAST": 52,
+        "MASTER": 48,
+        "MASTER, split backward": 36,
+        "1F1B, recomputing": 24,
+    }

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from math import inf
+from pathlib import Path
 
 from benchmarks.papers.steps import network
 from benchmarks.papers.tables import table
 from benchmarks.scatter import Point, scatter
+from gems.files import write
 from gems.hardware import machine
 from gems.model.costs import unit
 from gems.model.estimate import estimate
@@ -110,3 +112,13 @@ def report() -> str:
         parts.append(f"\n{name}, V100: images/s, GiB of the fullest rank.\n")
         parts.append(table(("p", "k", *names, AUTO, "which is"), rows))
     return "\n".join(parts)
+
+
+def main() -> None:
+    """Draw the chart of each network beside this file."""
+    for name, (kind, _) in NETWORKS.items():
+        write(Path(__file__).with_name(f"equal-memory-{kind}.svg"), chart(name))
+
+
+if __name__ == "__main__":
+    main()

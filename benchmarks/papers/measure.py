@@ -13,22 +13,24 @@ import argparse
 import os
 from statistics import median
 
-from benchmarks.papers.equal_memory import LAYER, ways
-from benchmarks.papers.measured_steps import NETWORKS, step
+from benchmarks.papers.equal_memory import AUTO, LAYER, ways
+from benchmarks.papers.measured_steps import NETWORKS, auto, step
 from benchmarks.papers.tables import table
 from benchmarks.pipeline.ranks import Ranks
 from benchmarks.where import where
+from gems.plans.describe import describe
 
 WARM = 1
 
 
 def rows(network: str, size: int, k: int, side: int, repeats: int) -> list[list[str]]:
-    names = list(ways(size, k))
+    plans = {**ways(size, k), AUTO: (auto(network, size, k, side), 1)}
+    names = list(plans)
     seen: dict[str, list[list[tuple[float, float, int]]]] = {name: [] for name in names}
     with Ranks(size) as ranks:
         for turn in range(WARM + repeats):
             for name in names:
-                answers = ranks.run(step, network, name, k, side)
+                answers = ranks.run(step, network, *plans[name], side)
                 if turn >= WARM:
                     seen[name].append(answers)
     late = size > (os.cpu_count() or 1)
@@ -38,6 +40,7 @@ def rows(network: str, size: int, k: int, side: int, repeats: int) -> list[list[
             *(network, f"{size} ({'virtual' if late else 'wall'})", str(k), name),
             *(f"{k / taken[name]:.2f}", f"{taken[LAYER] / taken[name]:.2f}"),
             f"{max(peak for _, _, peak in seen[name][-1]) / 2**20:.1f}",
+            describe(plans[name][0]) if name == AUTO else "",
         ]
         for name in names
     ]
@@ -59,7 +62,7 @@ def main() -> None:
         for k in given.batches
         for row in rows(network, size, k, given.side, given.repeats)
     ]
-    head = ("network", "ranks", "k", "way", "images/s", "x", "MiB of the fullest rank")
+    head = ("network", "ranks", "k", "way", "images/s", "x", "MiB of the fullest rank", "which is")
     print(table(head, found))
 
 

@@ -1,17 +1,22 @@
-"""One rank of a way of `equal_memory`, measured."""
+"""One rank of a way of `equal_memory`, measured, and what the planner chooses for this computer."""
 
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from benchmarks.papers.equal_memory import ways
+from benchmarks.papers.equal_memory import LAYER, MASTER, ways
+from gems.hardware import machine
+from gems.planner.request import Request
 from gems.plans.plan import Plan
+from gems.plans.residency import ADAM
 from gems.predict.simulate import virtual
+from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
 from tests.networks import build
 
@@ -25,6 +30,22 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def auto(network: str, p: int, k: int, side: int) -> Plan:
+    """The planner's choice within the bytes that layer parallelism and MASTER take."""
+    name, options = NETWORKS[network]
+    on = machine("cpu")
+    study = Study(build(name, **options), torch.empty(1, 3, side, side), on, "estimate")
+    known = ways(p, k)
+    limit = max(
+        study.compiled(
+            known[way][0], Request(p, inf, known[way][0].total, state=ADAM / 2)
+        ).prediction.bytes
+        for way in (LAYER, MASTER)
+        if way in known
+    )
+    return study.plan(Request(p, limit, k, state=ADAM / 2))
+
+
 @cache
 def _trainer(network: str, plan: Plan, side: int) -> Trainer:
     torch.manual_seed(0)
@@ -34,9 +55,8 @@ def _trainer(network: str, plan: Plan, side: int) -> Trainer:
     return Trainer(build(name, **options), cross_entropy, sgd, sample, plan)
 
 
-def step(network: str, way: str, k: int, side: int) -> tuple[float, float, int]:
-    """Seconds of k samples by the wall and in virtual time, and the peak bytes of this rank."""
-    plan, times = ways(dist.get_world_size(), k)[way]
+def step(network: str, plan: Plan, times: int, side: int) -> tuple[float, float, int]:
+    """Seconds of so many steps by the wall and in virtual time, and the peak bytes of this rank."""
     trainer = _trainer(network, plan, side)
     draw = torch.Generator().manual_seed(1)
     images = torch.randn((plan.total, 3, side, side), generator=draw)
