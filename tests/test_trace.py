@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import threading
 from collections import OrderedDict, namedtuple
@@ -804,3 +805,17 @@ def test_a_view_that_is_changed_in_place_stays_cell_by_cell_but_another_view_doe
     assert [(call.module, call.pointwise) for call in calls] == [
         ("0", False), ("1", True), ("2", False),
     ]  # fmt: skip
+
+
+def test_what_is_too_small_for_a_pool_is_an_error_without_torchs_own_log() -> None:
+    """Planning asks for smaller images until one fits; each printed a page of tracebacks."""
+    seen, logger = [], logging.getLogger("torch._subclasses.fake_tensor")
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(TraceError, match="smaller than kernel size"):
+            trace(nn.Sequential(nn.AvgPool3d(3)), torch.empty(1, 1, 2, 2, 2))
+    finally:
+        logger.removeHandler(handler)
+    assert not seen and not logger.disabled

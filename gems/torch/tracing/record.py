@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ def _recorded(
 
     What is still in memory of the tensors that it made goes to `made`.
     """
-    with _lock:
+    with _lock, _unlogged():
         first = Recorder(model, device, whole, expects)
         try:
             with reject_python_random(
@@ -110,6 +112,18 @@ def _recorded(
             else:
                 found.assigned.append((access.path, access.name.key, value))
         return found
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs whatever fails on fake tensors, with a traceback; here it is an error of ours, or
+    a module that is taken whole."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _judge_changes(first: Recorder, changed: list[Access], args: Any, kwargs: Any) -> None:
