@@ -372,7 +372,7 @@ def test_fp16_scales_the_loss_and_skips_an_overflowing_step_on_every_rank() -> N
 def test_an_unknown_precision_and_too_little_accumulation_are_refused() -> None:
     sample = data()[0][0][:2]
     with pytest.raises(PlanError, match="choose one of fp32, bf16, fp16"):
-        Trainer(network(), sample=sample, plan=Plan(), precision="int8")
+        Trainer(network(), sample=sample, plan=Plan(), precision="fp8")
     with pytest.raises(PlanError, match="at least one step"):
         Trainer(network(), sample=sample, plan=Plan(), accumulate=0)
 
