@@ -24,7 +24,9 @@ WARM = 1
 
 
 def rows(network: str, size: int, k: int, side: int, repeats: int) -> list[list[str]]:
-    plans = {**ways(size, k), AUTO: (auto(network, size, k, side), 1)}
+    chosen, limit = auto(network, size, k, side)
+    plans = {name: (*way, None) for name, way in ways(size, k).items()}
+    plans[AUTO] = chosen, 1, limit
     names = list(plans)
     seen: dict[str, list[list[tuple[float, float, int]]]] = {name: [] for name in names}
     with Ranks(size) as ranks:

@@ -30,8 +30,8 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def auto(network: str, p: int, k: int, side: int) -> Plan:
-    """The planner's choice within the bytes that layer parallelism and MASTER take."""
+def auto(network: str, p: int, k: int, side: int) -> tuple[Plan, float]:
+    """The planner's choice within the bytes that layer parallelism and MASTER take, and those."""
     name, options = NETWORKS[network]
     on = machine("cpu")
     study = Study(build(name, **options), torch.empty(1, 3, side, side), on, "estimate")
@@ -43,21 +43,23 @@ def auto(network: str, p: int, k: int, side: int) -> Plan:
         for way in (LAYER, MASTER)
         if way in known
     )
-    return study.plan(Request(p, limit, k, state=ADAM / 2))
+    return study.plan(Request(p, limit, k, state=ADAM / 2)), limit
 
 
 @cache
-def _trainer(network: str, plan: Plan, side: int) -> Trainer:
+def _trainer(network: str, plan: Plan, side: int, memory: float | None) -> Trainer:
     torch.manual_seed(0)
     name, options = NETWORKS[network]
     sample = torch.empty(1, 3, side, side)
     sgd = lambda p: torch.optim.SGD(p, 0.0, momentum=0.9)  # noqa: E731
-    return Trainer(build(name, **options), cross_entropy, sgd, sample, plan)
+    return Trainer(build(name, **options), cross_entropy, sgd, sample, plan, memory=memory)
 
 
-def step(network: str, plan: Plan, times: int, side: int) -> tuple[float, float, int]:
+def step(
+    network: str, plan: Plan, times: int, memory: float | None, side: int
+) -> tuple[float, float, int]:
     """Seconds of so many steps by the wall and in virtual time, and the peak bytes of this rank."""
-    trainer = _trainer(network, plan, side)
+    trainer = _trainer(network, plan, side, memory)
     draw = torch.Generator().manual_seed(1)
     images = torch.randn((plan.total, 3, side, side), generator=draw)
     labels = torch.randint(CLASSES, (plan.total,), generator=draw)

@@ -62,11 +62,11 @@ def _is_entry(x: Any) -> bool:
 
 def reject_kept(made: list[weakref.ref[torch.Tensor]]) -> None:
     """Raise if something still holds one of these tensors of a recording that is over."""
-    if all(tensor() is None for tensor in made):
-        return
-    gc.collect()
-    alive = [x for tensor in made if (x := tensor()) is not None]
-    if not alive:
+    for generation in (0, 1, 2):  # the young first: all objects of a large process take seconds
+        if all(tensor() is None for tensor in made):
+            return
+        gc.collect(generation)
+    if not (alive := [x for tensor in made if (x := tensor()) is not None]):
         return
     if (holder := _holder(alive)) is None:
         log.debug("%d tensors of the recording are still in memory", len(alive))
