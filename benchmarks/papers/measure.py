@@ -19,13 +19,16 @@ from benchmarks.papers.tables import table
 from benchmarks.pipeline.ranks import Ranks
 from benchmarks.where import where
 from gems.plans.describe import describe
+from gems.plans.plan import Plan
 
 WARM = 1
 
 
 def rows(network: str, size: int, k: int, side: int, repeats: int) -> list[list[str]]:
     chosen, limit = auto(network, size, k, side)
-    plans = {name: (*way, None) for name, way in ways(size, k).items()}
+    plans: dict[str, tuple[Plan, int, float | None]] = {
+        name: (*way, None) for name, way in ways(size, k).items()
+    }
     plans[AUTO] = chosen, 1, limit
     names = list(plans)
     seen: dict[str, list[list[tuple[float, float, int]]]] = {name: [] for name in names}
