@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from gems.data.source import Box, Image, Target, Task, spans
+from gems.data.source import Box, Image, Target, Task, shape_of, spans
 
 NAMES = ("omega_m", "sigma_8", "n_s", "h")
 WAVES = 16  # of a cube
@@ -39,8 +39,7 @@ class Cosmology:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        size = self.image_size
-        return (self.channels, *((size,) * 3 if isinstance(size, int) else size))
+        return shape_of(self.channels, self.image_size, dims=3)
 
     @property
     def classes(self) -> int:

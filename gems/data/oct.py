@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gems.data.source import Box, Image, Target, Task, spans
+from gems.data.source import Box, Image, Target, Task, shape_of, spans
 from gems.data.synthetic import Synthetic
 
 # Above the retina, its seven layers, fluid below the last, and what is under it, as ReLayNet has.
@@ -39,8 +39,7 @@ class Oct:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        size = self.image_size
-        return (self.channels, *((size, size) if isinstance(size, int) else size))
+        return shape_of(self.channels, self.image_size)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -118,6 +118,11 @@ def share(held_out: float, count: int) -> int:
     return min(max(round(held_out * count), 1), count - 1)
 
 
+def shape_of(channels: int, size: int | tuple[int, ...], dims: int = 2) -> tuple[int, ...]:
+    """Of a sample whose image is a square or cube of one side, or has the sides given."""
+    return (channels, *((size,) * dims if isinstance(size, int) else size))
+
+
 def spans(box: Box, sides: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """First and last-plus-one cell of each dim, or an error if the box is no box of an image."""
     if len(box) != len(sides):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gems.data.source import Box, Image, Target, Task, spans
+from gems.data.source import Box, Image, Target, Task, shape_of, spans
 
 # A cell's number is a hash of the seed, the sample and its place, so that any box can be made
 # without the rest. SplitMix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
@@ -47,8 +47,7 @@ class Synthetic:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one sample: channels, then the image."""
-        size = self.image_size
-        return (self.channels, *((size, size) if isinstance(size, int) else size))
+        return shape_of(self.channels, self.image_size)
 
     @property
     def names(self) -> tuple[str, ...]:
