@@ -26,17 +26,25 @@ RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 WHEEL := dist/check
 
+# Keras and TensorFlow have an environment of their own: TensorFlow wants an older h5py than the rest.
+KERAS_VENV ?= .venv-keras
+KERAS_PY := $(KERAS_VENV)/bin/python
+KERAS := $(KERAS_VENV)/.installed
+KERAS_PINS := $(KERAS_VENV)/constraints.txt
+
 # The environment variables reach the build of the package itself, which `-c` does not: the first
 # is read by pip up to 25.2, the second by later ones.
-PIP_INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
+pip_install = PIP_CONSTRAINT=$(2) PIP_BUILD_CONSTRAINT=$(2) \
+	$(1) -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c $(2)
+PIP_INSTALL = $(call pip_install,$(PY),constraints.txt)
+KERAS_PIP_INSTALL = $(call pip_install,$(KERAS_PY),$(KERAS_PINS))
 # pip would compile every module of torch and all else, on one core: more than half of its time.
 # Instead those that training imports, once, and for the tests all of them on all cores (but for
 # templates among them that are no Python).
 COMPILE = env -u PYTHONDONTWRITEBYTECODE $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test quick check lint format types unit browser pictures wheel clean
+.PHONY: help train test quick check lint format types unit keras-tests browser pictures wheel oldest clean
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -55,6 +63,7 @@ check: $(DEV)
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory browser
 	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory keras-tests
 
 # What breaks first when something is wrong: the numbers, the schedules, the words between ranks.
 QUICK = test_architecture test_geometry test_exact test_golden test_check test_consensus test_generate test_batch_split
@@ -77,6 +86,13 @@ types: $(DEV)
 unit: $(DEV)
 	$(PY) -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
 
+# Keras chooses its backend once per process, so the tests of each run in a process of their own.
+# pytest gives 5 where no test is collected for a backend, and make fails.
+keras-tests: $(DEV) $(KERAS)
+	$(PY) -m pyright --project pyright-keras.json --pythonpath $(KERAS_PY)
+	KERAS_BACKEND=tensorflow $(KERAS_PY) -m pytest -n 2 --dist worksteal tests/keras $(PYTEST_FLAGS)
+	KERAS_BACKEND=torch $(KERAS_PY) -m pytest -n 2 --dist worksteal tests/keras $(PYTEST_FLAGS)
+
 # Chromium, in which tests/test_page.py tries the page of gems draw. Where it is absent and cannot be
 # installed, those tests are skipped and say so.
 browser:
@@ -94,9 +110,12 @@ pictures: $(DEV)
 # What a stranger gets: the wheel alone, imported from outside the repository.
 wheel: $(DEV)
 	@rm -rf $(WHEEL)
-	$(PY) -m build --wheel --no-isolation --outdir $(WHEEL) . >/dev/null
+	$(PY) -m build --no-isolation --outdir $(WHEEL) . >/dev/null
+	$(PY) -m validate_pyproject pyproject.toml
+	$(PY) -m twine check --strict $(WHEEL)/gems_hires-*
+	$(PY) -m check_wheel_contents --toplevel gems $(WHEEL)/gems_hires-*.whl
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
-		--target $(WHEEL)/site $(WHEEL)/gems-*.whl
+		--target $(WHEEL)/site $(WHEEL)/gems_hires-*.whl
 	cd $(WHEEL)/site && test -f gems/py.typed && test -f gems/machines/v100.json && PYTHONPATH="$$PWD" bin/gems --version
 	cd $(WHEEL)/site && PYTHONPATH="$$PWD" bin/gems draw --stages 2 --html page.html >/dev/null
 	cd $(WHEEL)/site && $(abspath $(PY)) -c "import os, sys, gems; \
@@ -104,8 +123,24 @@ wheel: $(DEV)
 		heavy = {'torch', 'tensorflow'} & set(sys.modules); \
 		assert not heavy, f'import gems loads {heavy}'"
 
+# The lower bounds of pyproject.toml, in an environment of their own; not part of `make test`, since
+# a torch of then is 3 GB where its CPU wheel is not at hand (PIP_FLAGS, as above).
+OLDEST_VENV ?= .venv-oldest
+OLDEST_PY := $(OLDEST_VENV)/bin/python
+OLDEST := $(OLDEST_VENV)/.installed
+oldest: $(OLDEST)
+	PYTHONPATH=. $(OLDEST_PY) tests/scripts/oldest.py
+	PYTHONPATH=. $(OLDEST_PY) -m torch.distributed.run --nproc-per-node 2 tests/scripts/train.py \
+		'{"stages": 2, "micro_batches": 4}'
+
+$(OLDEST): pyproject.toml
+	@$(PYTHON) -m venv $(OLDEST_VENV)
+	@$(OLDEST_PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		torch==2.6.0 numpy==1.26.4 safetensors rich==13.0.0 pyyaml
+	@touch $@
+
 clean:
-	rm -rf $(VENV) dist runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERAS_VENV) $(OLDEST_VENV) dist runs .pytest_cache .ruff_cache .hypothesis
 	find gems tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Order-only: the interpreter's date says nothing about what is installed.
@@ -117,13 +152,27 @@ $(RUN): pyproject.toml constraints.txt | $(PY)
 
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	@echo "installing gems, torch and the tools of development into $(VENV)"
-	@$(PIP_INSTALL) -e '.[torch,data,dev]'
+	@$(PIP_INSTALL) -e '.[torch,data,mpi,dev]'
+	@PIP_CONSTRAINT=constraints.txt $(PY) -m pip install --quiet --disable-pip-version-check \
+		$(PIP_FLAGS) --no-deps --ignore-installed --no-warn-script-location --prefix $(VENV)/mpich mpich
 	@$(COMPILE) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@ $(RUN)
 
-$(PY):
+# torch first, by its pin: the CPU wheel, where one is at hand. TensorFlow would not ask for it.
+$(KERAS): pyproject.toml constraints.txt constraints-keras.txt | $(KERAS_PY)
+	@echo "installing gems, torch, Keras and TensorFlow into $(KERAS_VENV)"
+	@sed -n 's/^\([A-Za-z0-9_.-]*\)==.*/^\1==/p' constraints-keras.txt > $(KERAS_PINS).names
+	@grep -v -i -f $(KERAS_PINS).names constraints.txt > $(KERAS_PINS)
+	@cat constraints-keras.txt >> $(KERAS_PINS)
+	@$(KERAS_PIP_INSTALL) torch numpy
+	@$(KERAS_PIP_INSTALL) -e '.[torch,keras,keras-tests]'
+	@env -u PYTHONDONTWRITEBYTECODE $(KERAS_PY) -c "import tensorflow, keras, gems.torch.trainer"
+	@touch $@
+
+$(PY) $(KERAS_PY): NEW = $(@:%/bin/python=%)
+$(PY) $(KERAS_PY):
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
 		f"constraints.txt pins versions for Python 3.11 and later, $(PYTHON) is {v[0]}.{v[1]}: \
 	set PYTHON to a later one")'
-	@echo "making $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
+	@echo "making $(NEW)"
+	@$(PYTHON) -m venv $(NEW)

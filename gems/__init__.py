@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gems.version import __version__
 
 if TYPE_CHECKING:
+    from gems.distributed.interrupt import Interrupt as Interrupt
     from gems.errors import GemsError as GemsError
     from gems.hardware import Machine as Machine
     from gems.model.costs import Costs as Costs
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from gems.schedule.action import Schedule as Schedule
     from gems.torch.checkpoint.manifest import latest as latest
     from gems.torch.checkpoint.weight_files import read_weights as read_weights
-    from gems.torch.interrupt import Interrupt as Interrupt
     from gems.torch.parity import verify as verify
     from gems.torch.planning import plan as plan
     from gems.torch.session import Session as Session
@@ -31,7 +31,7 @@ _WHERE = {
     "Costs": "gems.model.costs",
     "GemsError": "gems.errors",
     "Graph": "gems.model.graph",
-    "Interrupt": "gems.torch.interrupt",
+    "Interrupt": "gems.distributed.interrupt",
     "Machine": "gems.hardware",
     "Plan": "gems.plans.plan",
     "Schedule": "gems.schedule.action",

@@ -159,7 +159,7 @@ class Plain:
         laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs)
         device, weights = torch.device("cpu"), {storage_of(p) for p in model.parameters()}
         stream = Stream(
-            self.record, model, calls, self.outputs, laid, draws,
+            self.record, model, self.outputs, laid, draws,
             device=device, weights=weights, around=nullcontext,
         )  # fmt: skip
         taken = dict(zip(self.record.inputs, map(_leaf, self.inputs), strict=True))
@@ -169,8 +169,42 @@ class Plain:
         gradients |= {name: (None, _gradient(p)) for name, p in model.named_parameters()}
         outputs: Parts = {n: (None, x.detach()) for n, x in zip(self.outputs, found, strict=True)}
         buffers, nothing = dict(model.named_buffers()), Traffic()
-        self.compare([Rank(outputs, gradients, buffers, stream.temporary, nothing, nothing, laid)])
+        self.compare([Rank(outputs, gradients, buffers, stream.temporary, nothing, nothing, None)])
         return stream
+
+    def stream_tiles(self, tiles: Sequence[int], patches: Sequence[int]) -> None:
+        """The same over ranks that run the patches of a tile each."""
+        self.compare(run(prod(tiles), lambda transport: self._streaming(transport, tiles, patches)))
+
+    def _streaming(self, transport: Local, tiles: Sequence[int], patches: Sequence[int]) -> Rank:
+        model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
+        entering = {
+            name: even(x.shape, range(x.dim() - len(tiles), x.dim()), tiles)
+            for name, x in zip(self.record.inputs, self.inputs, strict=True)
+            if x.dim() >= len(tiles) + 2
+        }
+        laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs, patches)
+        axes, members = tuple(n for n in tiles if n > 1), tuple(range(transport.world))
+        group = SpatialGroup(axes, members, transport.rank, transport)
+        stream = Stream(
+            self.record, model, self.outputs, laid, draws, device=torch.device("cpu"),
+            weights=set(), around=nullcontext, group=group,
+        )  # fmt: skip
+        taken = dict(zip(self.record.inputs, map(_leaf, self.inputs), strict=True))
+        found = stream.run(*(taken[name] for name in stream.inputs))
+        outputs, boundary = dict(zip(self.outputs, found, strict=True)), laid.boundary(self.outputs)
+        boxes = {n: x.own_boxes()[group.me] for n, x in boundary.items() if n in outputs}
+        seeds = {
+            n: seed[boxes[n].slices()] if n in boxes else seed / group.size
+            for n, seed in self.seeds.items()
+        }
+        _backward([(x, seeds.get(name)) for name, x in outputs.items()])
+        gradients: Parts = {name: (None, _gradient(x)) for name, x in taken.items()}
+        gradients |= {name: (None, _gradient(p)) for name, p in model.named_parameters()}
+        seen: Parts = {name: (boxes.get(name), x.detach()) for name, x in outputs.items()}
+        nothing = Traffic()
+        buffers = dict(model.named_buffers())
+        return Rank(seen, gradients, buffers, stream.temporary, nothing, nothing, None)
 
     def layouts(
         self,

@@ -20,7 +20,9 @@ LAYERS = (
     ("__main__",),
     ("cli",),
     (INIT,),
+    ("keras",),
     ("torch",),
+    ("distributed",),
     ("engine", "planner"),
     ("draw", "transport"),
     ("predict",),
@@ -46,13 +48,32 @@ TORCH_LAYERS = (
     ("offload",),
     ("autograd",),
     ("tracing",),
-    ("consensus", "settings"),
+    ("settings",),
     ("tensors",),
-    ("agree", "interrupt", "launch", "losses", "metrics", "optimizers", "step"),
+    ("launch", "losses", "metrics", "optimizers"),
+    ("mpi_ranks",),
     ("device_choice", "gpu_machine", "gpu_memory"),
-    ("cuda_device", "launchers"),
+    ("cuda_device",),
 )
-MAP = {("gems",): LAYERS, ("gems", "torch"): TORCH_LAYERS}
+# Inside `gems/keras`.
+KERAS_LAYERS = (
+    (INIT,),
+    ("distributed_fit",),
+    ("callbacks", "metrics", "reject", "same_random", "whole_weights"),
+    ("session", "torch_session"),
+    ("distributed_model",),
+    ("handshake", "rank_model"),
+    ("fingerprint", "planning", "setup"),
+    ("runtime",),
+    ("spatial", "state"),
+    ("tracing",),
+    ("arrays", "launch", "lazily_built", "offered", "weight_files"),
+)
+MAP = {
+    ("gems",): LAYERS,
+    ("gems", "torch"): TORCH_LAYERS,
+    ("gems", "keras"): KERAS_LAYERS,
+}
 LEVEL = {
     package: {name: level for level, names in enumerate(layers) for name in names}
     for package, layers in MAP.items()
@@ -254,8 +275,8 @@ def test_pure_packages_and_the_command_line_load_no_framework():
         ("torch/tracing/record.py", "from gems.torch.spatial.partition import lay_out"),
         ("torch/state/flat_params.py", "from gems.torch.spatial import op"),  # sideways
         ("torch/spatial/rules/norms.py", "def f():\n    from ...runtime import reshard"),  # late
-        ("torch/consensus.py", "if TYPE_CHECKING:\n    from gems.torch import trainer"),  # typed
-        ("torch/step.py", "import gems.torch"),  # through the package
+        ("torch/settings.py", "if TYPE_CHECKING:\n    from gems.torch import trainer"),  # typed
+        ("torch/losses.py", "import gems.torch"),  # through the package
     ],
 )
 def test_the_rule_sees_what_points_up(file, line):
@@ -270,7 +291,7 @@ def test_the_rule_sees_what_points_up(file, line):
         ("schedule/__init__.py", "from .action import Action"),
         ("schedule/action.py", "from gems import plans"),
         ("torch/trainer.py", "import torch\nfrom gems.engine.executor import Engine"),
-        ("torch/runtime/reshard.py", "from gems.torch import step\nfrom ..spatial import op"),
+        ("torch/runtime/reshard.py", "from gems.torch import losses\nfrom ..spatial import op"),
         ("data/slides.py", "from gems.errors import GemsError\nfrom gems.data import synthetic"),
         ("models/unet.py", "import torch\nfrom gems.models.resnet import block"),
         ("cli/train.py", "from gems.models import resnet\nimport gems"),

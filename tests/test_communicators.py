@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from gems.distributed.links import neighbours
 from gems.errors import GemsError, PeerError
 from gems.plans.plan import Plan
-from gems.torch.spatial.group import neighbours
 from gems.torch.trainer import Trainer
 from gems.transport.communicators import Communicators, bound
 from gems.transport.protocol import EXCHANGES, Transport

@@ -89,7 +89,7 @@ def study() -> Study:
 
 def drawn(number: int) -> Plan:
     r = Random(f"compile {number}")
-    plan = Plan(**draw_plan(r, LAYERS, 2, tiles=number % 3 == 0, ranks=8))
+    plan = Plan(**draw_plan(r, LAYERS, 2, tiles=number % 3 == 0, ranks=8, patches=False))
     return replace(plan, recompute="auto") if number % 5 == 1 else plan
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gems.distributed.consensus import Claim, difference
 from gems.errors import GemsError, PeerError, ShapeError
 from gems.plans.plan import Plan
 from gems.torch import fingerprint
-from gems.torch.consensus import Claim, difference
 from gems.torch.runtime.microbatch import split
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport

@@ -354,7 +354,7 @@ def test_without_openslide_the_error_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "openslide", None)
-    with pytest.raises(GemsError, match=r"needs openslide; `pip install gems\[data\]`"):
+    with pytest.raises(GemsError, match=r"needs openslide; `pip install gems-hires\[data\]`"):
         open_raster(folder / "a.tif", "openslide")
 
 

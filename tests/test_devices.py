@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gems.cli.main import main
+from gems.distributed.launchers import Place
 from gems.errors import GemsError
 from gems.torch import cuda_device, launch
 from gems.torch.device_choice import Asked, Choice, decide
 from gems.torch.launch import connect, device_of
-from gems.torch.launchers import Place
 from gems.transport.threads import World
 
 Patch = pytest.MonkeyPatch
@@ -153,7 +153,6 @@ def test_a_lone_process_is_on_its_gpu(gpus: Callable[[int], list[int]]) -> None:
         (2, "cuda:2", None, "this process sees 2 GPUs, cuda:0 to cuda:1"),
         (2, "mps", None, "device is 'mps'; give auto, cpu, cuda or cuda:N"),
         (2, "gpu", None, "device is 'gpu'; give auto, cpu, cuda or cuda:N"),
-        (2, None, "mpi", "torch here has no MPI backend"),
     ],
 )
 def test_what_cannot_be_had_is_rejected(

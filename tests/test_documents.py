@@ -57,6 +57,7 @@ each_document = pytest.mark.parametrize(
 )
 FOLDERS = "gems|docs|tests|benchmarks|examples"
 OTHERS = {
+    *("--signal", "--requeue", "--version", "--recipe"),  # of sbatch, gems, rattler-build
     "--nproc-per-node",
     "--nnodes",
     "--master-addr",
@@ -68,7 +69,7 @@ OTHERS = {
 }  # options of torchrun, of our tests, and as the comments say
 COMMANDS = (
     *("train", "eval", "plan", "simulate", "draw", "check", "verify", "trace", "machine"),
-    "doctor",
+    *("doctor", "slurm"),
 )
 
 
@@ -144,6 +145,8 @@ def test_every_option_that_a_document_names_exists(
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for command, rest in re.findall(r"^(?:\$ | {4})?gems (\w+)( .*)?$", text, re.MULTILINE):
         given = set(re.findall(r"(?<!\S)--[a-zA-Z][\w-]*", rest.split("#")[0]))
+        if command == "slurm":  # what it is to run is there, too
+            given -= options["train"]
         assert given <= options[command], f"gems {command}: {given - options[command]}"
     if path.parent.parent == ROOT / "benchmarks":
         return  # their own scripts have options, too

@@ -9,8 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gems.distributed.key import key
 from gems.geometry.box import Box
-from gems.torch.tensors.rng import GOLDEN, MIXING, REMEMBERED, Draws, _Dropped, _rounded, key
+from gems.torch.tensors.rng import GOLDEN, MIXING, REMEMBERED, Draws, _Dropped, _rounded
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gems.distributed.agree import on_all_ranks
 from gems.errors import CheckpointError, GemsError, PeerError, PlanError
 from gems.plans.plan import Plan
 from gems.predict.timeline import Event, Memory, Timeline
-from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint import dcp_files as storage  # registers DCP's classes
 from gems.torch.checkpoint.json_values import same as same_plain
 from gems.torch.state.sharded_optimizer import ShardSpec

@@ -98,13 +98,13 @@ def predicted(plan: Plan, precision: str, work: Any = None) -> list[Any]:
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("name", PLANS)
 def test_weights_in_half_predict_as_autocast_does(name: str, precision: str) -> None:
-    """Bit for bit: autocast casts fp32 weights to the same numbers. On tiles sums have other
-    orders, so that some numbers round the other way."""
+    """Bit for bit: autocast casts fp32 weights to the same numbers. On tiles and patches sums
+    have other orders, so that some numbers round the other way."""
     plain = network()
     with torch.no_grad(), torch.autocast("cpu", TYPES[precision]):
         expected = torch.cat([plain(x) for x in images().split(1 if "dir" in name else 2)])
     for output, _ in predicted(PLANS[name], precision):
-        if name in ("tiles", "zero=3"):
+        if name in ("tiles", "zero=3", "patches"):
             assert torch.allclose(output.float(), expected.float(), rtol=0.02, atol=0.005)
         else:
             assert torch.equal(output, expected)

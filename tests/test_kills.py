@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from gems.distributed.interrupt import Interrupt
 from gems.errors import GemsError
 from gems.torch.checkpoint.atomic_folder import AtomicFolder
 from gems.torch.checkpoint.manifest import latest, read, verify
-from gems.torch.interrupt import Interrupt
 from gems.torch.trainer import Trainer
 from tests.rank_server import SCRIPTS, RankServer, places
 from tests.saved import TWO, data, fingerprint, on_ranks

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gems.distributed.launchers import SIGNS, Place, first_host, place
 from gems.errors import GemsError, PeerError
 from gems.torch import launch
 from gems.torch.launch import connect
-from gems.torch.launchers import SIGNS, Place, first_host, place
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = [sys.executable, str(SCRIPTS / "train.py")]

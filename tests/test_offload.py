@@ -128,7 +128,7 @@ def test_stores_and_loads_travel_beside_the_work_and_are_waited_for() -> None:
     """Forward and backward take 1 and 2 s, a stash 0.75 s or 3 s either way."""
     plan = Plan(stages=1, schedule="gpipe", micro_batches=5, offload="activations")
     costs = Costs((Cost(activations=300.0, weights=1.0),))
-    order, on = lowered(plan, costs), machine("cpu")
+    order, on = lowered(plan, costs), machine("v100")
 
     def took(bandwidth: float, plan: Plan = plan) -> float:
         way = Link(bandwidth, 0.0)
@@ -142,6 +142,28 @@ def test_stores_and_loads_travel_beside_the_work_and_are_waited_for() -> None:
         "to and fro never overlap"
     )
     assert simulate(order, plan, costs).seconds == 15.0, "without a machine they take no time"
+
+
+def test_a_core_that_offloads_makes_the_calls_and_copies_itself() -> None:
+    """A fast disk, but 3 tensors at 0.5 s for call and turn, 300 bytes at 200 bytes a second, in 3
+    stores and 3 loads; the host of a GPU goes on meanwhile."""
+    plan = Plan(stages=1, schedule="gpipe", micro_batches=5, offload="activations:disk")
+    costs = Costs((Cost(activations=300.0, weights=1.0, tensors=3.0),))
+    host, gpu = (machine(name) for name in ("cpu", "v100"))
+    fast, copy = Link(1e12, 0.25), Link(200.0, 0.0)
+    core = replace(host, device=replace(host.device, call=0.25), host_link=copy, disk=fast)
+    order = lowered(plan, costs)
+    assert sum(str(a)[1] in "SL" for _, a in order) == 6
+    assert simulate(order, plan, costs, core).seconds == pytest.approx(15 + 6 * (1.5 + 1.5))
+    there = replace(gpu, host_link=copy, disk=Link(1e12, 0.0))
+    assert simulate(order, plan, costs, there).seconds == pytest.approx(15.0)
+    adam = Plan(stages=1, schedule="gpipe", micro_batches=5, offload="optimizer:disk")
+    costs = Costs((Cost(weights=1.0, gradients=1.0, trained=7.0),))
+    assert simulate(lowered(adam, costs), adam, costs, core).seconds == pytest.approx(
+        15 + 0.25 + 2 * 2 * 7 * 0.5  # two tensors per weight, read and written, after one latency
+    )
+    drawn = [(e.rank, e.action) for e in simulate(order, plan, costs, core).events]
+    assert len(drawn) == len(set(drawn)), "each action once"
 
 
 def test_stores_are_drawn_beside_the_work() -> None:

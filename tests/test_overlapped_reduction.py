@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gems.errors import GemsError, PeerError
 from gems.plans.plan import Plan
+from gems.torch.runtime.step_state import StepState
 from gems.torch.state import grad_bucket
 from gems.torch.state.grad_bucket import GradBucket
 from gems.torch.trainer import Trainer
@@ -134,6 +135,25 @@ def test_chunks_begin_inside_backward_from_the_second_step_on() -> None:
     chunks = found[0][1]
     assert chunks > 3
     assert found == [(0, chunks)] * 2 + [(chunks, chunks)] * 4
+
+
+@pytest.mark.parametrize(("micro_batches", "late"), [(1, True), (2, False)])
+def test_only_one_backward_takes_gradients_over_as_they_come(
+    micro_batches: int, late: bool
+) -> None:
+    """Adding the only gradient of a step to zeros costs two more passes over memory."""
+    seen: list[list[bool]] = []
+    place = StepState.place_gradients
+
+    def placed(state: StepState, stage: int, weights: Any) -> None:
+        if stage not in state.buckets:
+            place(state, stage, weights)
+            seen.append([chunk.memory is None for chunk in state.buckets[stage].chunks])
+
+    with mock.patch.object(StepState, "place_gradients", placed):
+        begun(Network, Plan(stages=1, data=2, micro_batches=micro_batches))
+    assert len(seen) == 6
+    assert all(found and set(found) == {late} for found in seen)
 
 
 def test_none_begin_inside_where_two_stages_have_the_same_ranks() -> None:

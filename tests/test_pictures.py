@@ -102,7 +102,7 @@ def test_without_scikit_image_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "skimage", None)
-    with pytest.raises(GemsError, match=r"scikit-image.*pip install gems\[data\]"):
+    with pytest.raises(GemsError, match=r"scikit-image.*pip install gems-hires\[data\]"):
         Pictures()
 
 

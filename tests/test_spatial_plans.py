@@ -983,3 +983,30 @@ def test_a_trainer_counts_the_same_bytes() -> None:
 
     for counted, (messages, cells) in run(4, work):
         assert (counted.messages, counted.bytes) == (2 * messages, 2 * 8 * cells)
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Keeps its last image, as a memory bank or Keras's variables on torch do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, CLASSES)
+        self.register_buffer("last", torch.zeros(2, 4, 8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        self.last.copy_(x.detach())
+        return self.head(torch.relu(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("spatial", [[(1, 2)], [(2, 2)]])
+def test_a_buffer_that_is_assigned_from_a_tiled_image_has_all_of_it(spatial: Any) -> None:
+    """Story: the call writes no value of the graph, and raised IndexError."""
+    with drawing(0):
+        model = Remembers().double()
+    data = batches((4, 3, 8, 6), CLASSES, 2, torch.float64)
+    plan = Plan(stages=2, micro_batches=2, schedule="1f1b", spatial=spatial)
+    assert_equal(planned(model, data, plan), plainly(model, data, 2))

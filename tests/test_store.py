@@ -112,7 +112,7 @@ def test_a_plan_says_what_goes_where(said: object, meant: tuple[str, ...]) -> No
     ("said", "complaint"),
     [
         ("activations:moon", "'moon'; choose one of host, disk"),
-        ("gradients", "'gradients'; choose from activations, weights, optimizer"),
+        ("gradients", "'gradients'; choose from activations, values, weights, optimizer"),
         ("weights:disk,optimizer:host", "give both one place"),
     ],
 )

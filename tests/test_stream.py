@@ -30,6 +30,7 @@ from gems.hardware import machine
 from gems.model.estimate import estimate
 from gems.plans.plan import Plan
 from gems.predict.stage_costs import price
+from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.spatial.partition import CallNotTileable
 from gems.torch.tracing.trace import trace
@@ -44,7 +45,7 @@ from tests.worlds import spawn
 
 Tensor = torch.Tensor
 CASES = int(os.environ.get("GEMS_STREAMS", "32"))
-WHOLE = ("excited", "pooled", "stripped")  # they look at all of the image
+TILES = [(2,), (3,), (1, 2), (2, 1), (2, 2), (1, 3), (1, 1, 2), (2, 1, 1), (1, 2, 2)]
 
 
 def an_end(r: Random, dims: int) -> nn.Module:
@@ -56,37 +57,74 @@ def an_end(r: Random, dims: int) -> nn.Module:
 
 
 def network(number: int) -> Plain:
-    """One that may be streamed: norms are frozen, or of each pixel."""
+    """Norms are in training mode, most often; there may be squeeze-and-excitation, and a mean over
+    the image, in the middle and at the end."""
     r = Random(f"stream {number}")
     torch.manual_seed(number)
     dims = r.choice((1, 2, 2, 2, 2, 3))
     sides = {1: (6, 20), 2: (5, 13), 3: (4, 7)}[dims]
     shape = (r.randint(1, 2), r.randint(2, 4), *(r.randint(*sides) for _ in range(dims)))
-    model, _ = stack(r, shape, r.randint(1, 6), without=WHOLE)
+    model, _ = stack(r, shape, r.randint(1, 7))
     if r.random() < 0.4:
         model = nn.Sequential(model, an_end(r, dims))
+    frozen = r.random() < 0.2
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
-            module.eval()
+            module.train(not frozen)
     drops = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
     return Plain(model, torch.randn(shape), keyed=drops)
 
 
+def amplified(plain: Plain) -> bool:
+    """Whether rounding of the input is multiplied beyond what is compared: a norm of what is
+    constant divides by the root of its eps."""
+    nudged = Plain(plain.model, *(x.detach() * (1 + 1e-15) for x in plain.inputs), keyed=True)
+    same = Plain(plain.model, *(x.detach() for x in plain.inputs), keyed=True)
+    pairs = [(nudged.seen.outputs, same.seen.outputs)]
+    return any(
+        float((a[n] - x).detach().abs().max()) > 1e-13 * max(1, float(x.detach().abs().max()))
+        for a, b in pairs
+        for n, x in b.items()
+        if x.is_floating_point() and x.numel()
+    )
+
+
+def tried(number: int, run: Any) -> bool:
+    """Whether a network could be streamed; if so, it did the same."""
+    plain = network(number)
+    try:
+        run(plain)
+        return True
+    except CallNotTileable:
+        return False  # a maximum over the whole image, or its far end
+    except AssertionError as error:
+        if amplified(plain):
+            return False
+        error.add_note(f"try {number}\n{plain.model}")
+        raise
+
+
 @pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
 def test_a_generated_network_does_the_same_block_by_block(number: int) -> None:
-    for tried in range(number, number + 50 * CASES, CASES):
-        plain = network(tried)
+    def streamed(tried: int, plain: Plain) -> None:
         shape = tuple(plain.inputs[0].shape)
         cut = some_cut(Random(f"cut {tried}"), shape, GRIDS[len(shape) - 2])
-        try:
-            plain.stream(cut["grid"], cut["points"])
-            return
-        except CallNotTileable:
-            continue  # statistics of the whole image, or its far end
-        except BaseException as error:
-            error.add_note(f"case {number}, try {tried}: {shape} by {cut}\n{plain.model}")
-            raise
-    raise AssertionError(f"of 50 networks none could be streamed; case {number}")
+        plain.stream(cut["grid"], cut["points"])
+
+    numbers = range(number, number + 50 * CASES, CASES)
+    assert any(tried(k, lambda plain, k=k: streamed(k, plain)) for k in numbers)
+
+
+@pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
+def test_a_generated_network_does_the_same_by_blocks_of_tiles(number: int) -> None:
+    def streamed(tried: int, plain: Plain) -> None:
+        r = Random(f"tiles {tried}")
+        dims = plain.inputs[0].dim() - 2
+        tiles = r.choice([t for t in TILES if len(t) == dims])
+        plain.stream_tiles(tiles, [r.randint(1, 3) for _ in tiles])
+
+    numbers = range(number, number + 50 * CASES, CASES)
+    assert any(tried(k, lambda plain, k=k: streamed(k, plain)) for k in numbers)
 
 
 # --- networks, trained ----------------------------------------------------------------------------
@@ -110,16 +148,19 @@ class Frozen(nn.BatchNorm2d):
         return super().train(False)
 
 
-def residual() -> nn.Module:
-    """A pre-activation ResNet whose BatchNorm is frozen."""
+def residual(frozen: bool = True) -> nn.Module:
+    """A pre-activation ResNet, with frozen BatchNorms or in training mode."""
     torch.manual_seed(0)
     model = build("resnet_v2", depth=11, width=4, num_classes=3)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean)
             nn.init.uniform_(module.running_var, 0.5, 2)
-            module.__class__ = Frozen
-            module.train()
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0, 0.3)
+            if frozen:
+                module.__class__ = Frozen
+                module.train()
     return model.double()
 
 
@@ -133,26 +174,54 @@ PLANS = {
     "weights apart": Plan(stages=3, stream=(2, 2), schedule="zero-bubble", micro_batches=3),
     "copies": Plan(stages=2, stream=(2, 2), data=2, micro_batches=1),
     "others keep inputs": Plan(stages=3, stream=(2, 2), recompute="always", micro_batches=2),
+    "tiles": Plan(stages=1, spatial="1x2", stream="3x2", micro_batches=2, schedule="sequential"),
+    "tiles, then fewer": Plan(stages=3, spatial=["2x2", "1x2"], stream=["2x2", "3x2"]),
+    "tiles, of which some stream": Plan(stages=3, spatial=["2x1", "2x1"], stream="2x2"),
+    "tiles both ways": Plan(stages=2, spatial="1x2", stream=2, schedule="gems", replications=1),
+    "tiles, weights apart": Plan(
+        stages=3, spatial="vertical:2", stream="2x2", schedule="zero-bubble", micro_batches=3
+    ),
+    "tiles, copies": Plan(stages=2, spatial="2x1", stream="2x2", data=2, micro_batches=1),
+    "tiles, others keep inputs": Plan(
+        stages=3, spatial="2x1", stream="2x2", recompute="always", micro_batches=2
+    ),
+    "tiles, offloaded": Plan(
+        stages=2,
+        spatial="2x1",
+        stream="2x2",
+        offload="activations",
+        schedule="gpipe",
+        micro_batches=4,
+    ),
     "others are slices": Plan(stages=2, stream=(2, 2), local_dp=2, schedule="gpipe"),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_residual_network_with_frozen_norms_trains_like_the_plain_one(name: str) -> None:
-    plan, model = PLANS[name], residual()
+def test_a_residual_network_trains_like_the_plain_one(name: str) -> None:
+    """Its BatchNorms are in training mode: running statistics are among what is compared."""
+    plan, model = PLANS[name], residual(frozen=False)
     data = noise((4, 3, SIDE, SIDE - 4), 3, (4,))
     assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
 
 
+def test_frozen_norms_stay_as_they_are() -> None:
+    model, data = residual(), noise((4, 3, SIDE, SIDE - 4), 3, (4,))
+    plan = PLANS["tiles"]
+    assert_equal(planned(model, data, plan), plainly(model, data, plan.total))
+
+
 def one_rank(transport: Transport, plan: Plan) -> Outcome:
-    return trained(transport, residual(), noise((4, 3, SIDE, SIDE - 4), 3, (4,), 1), plan)
+    data = noise((4, 3, SIDE, SIDE - 4), 3, (4,), 1)
+    return trained(transport, residual(frozen=False), data, plan)
 
 
-def test_over_processes() -> None:
-    plan = PLANS["others keep inputs"]
+@pytest.mark.parametrize("name", ["others keep inputs", "tiles, others keep inputs"])
+def test_over_processes(name: str) -> None:
+    plan = PLANS[name]
     found = join(spawn(plan.world, one_rank, plan))
     data = noise((4, 3, SIDE, SIDE - 4), 3, (4,), 1)
-    assert_equal(found, plainly(residual(), data, plan.total))
+    assert_equal(found, plainly(residual(frozen=False), data, plan.total))
 
 
 def test_under_autocast_blocks_are_rounded_like_the_whole_image() -> None:
@@ -183,12 +252,16 @@ def test_streamed_stages_share_their_state_out(zero: int) -> None:
         torch.testing.assert_close(found.state[name], theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("norm", ["none", "batch"])
+@pytest.mark.parametrize("tiles", [(), ("1x2",), ("2x2", "1x2", "1x2")])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_skips_of_a_u_net_run_inside_the_blocks_and_between_stages(stages: int) -> None:
+def test_skips_of_a_u_net_run_inside_the_blocks_and_between_stages(
+    stages: int, tiles: tuple[str, ...], norm: str
+) -> None:
     torch.manual_seed(0)
-    model = build("unet", norm="none", width=2, levels=3).double()
+    model = build("unet", norm=norm, width=2, levels=3).double()
     data = noise((1, 3, 27, 22), 2, (1, 27, 22))
-    plan = Plan(stages=stages, stream=["3x2"] * stages)
+    plan = Plan(stages=stages, stream=["3x2"] * stages, spatial=tiles[:stages])
     assert_equal(
         planned(model, data, plan, F.cross_entropy), plainly(model, data, 1, F.cross_entropy)
     )
@@ -254,9 +327,8 @@ def test_what_a_block_changes_in_place_is_its_own() -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
-    "BatchNorm2d": nn.BatchNorm2d(4),
-    "GroupNorm": nn.GroupNorm(2, 4),
-    "AdaptiveAvgPool2d": nn.AdaptiveAvgPool2d(2),
+    "AdaptiveMaxPool2d": nn.AdaptiveMaxPool2d(2),
+    "Softmax": nn.Softmax(2),
     "Conv2d": nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
 }
 
@@ -270,14 +342,11 @@ def make(model: nn.Module, plan: Plan, shape: tuple[int, ...], **options: Any) -
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_needs_the_whole_image_is_refused_before_anything_runs(kind: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(REFUSED[kind]), nn.Conv2d(4, 4, 1))
-    with pytest.raises(PlanError, match=rf"stage 0 streams 2x2.* 1 \({kind}\).*end at 0") as found:
+    with pytest.raises(PlanError, match=rf"stage 0 streams 2x2.* 1 \({kind}\).*end at 0"):
         make(model, Plan(stream=(2, 2)), (1, 3, 16, 16))
-    assert ("frozen" in str(found.value)) == (kind == "BatchNorm2d")
 
 
 def test_a_plan_says_what_cannot_be_streamed() -> None:
-    with pytest.raises(PlanError, match=r"stage 0 streams 2x2 .* split over 4 .*leave one"):
-        Plan(stages=2, stream="2x2", spatial="2x2")
     with pytest.raises(PlanError, match="recompute is 'except_last'; give it 'always'"):
         Plan(stages=2, stream="2x2", recompute="except_last")
     with pytest.raises(PlanError, match="2 grids for 1 stages"):
@@ -305,24 +374,33 @@ class Picture:
         return part
 
 
-def peaks(model: nn.Module, plan: Plan, image: Any, target: Tensor) -> tuple[int, int]:
+class Labels(Picture):
+    """The same of classes."""
+
+    dtype = "int64"
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        return super().__getitem__(box).long()
+
+
+def peaks(model: nn.Module, plan: Plan, image: Any, target: Any) -> tuple[int, int]:
     """Most bytes of a step, measured and predicted."""
 
     def work(transport: Any) -> tuple[int, int]:
         trainer = Trainer(
-            model, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.1), torch.empty(image.shape),
-            plan, transport=transport,
+            copy.deepcopy(model), F.cross_entropy, lambda p: torch.optim.SGD(p, 0.1),
+            torch.empty(image.shape[0] // plan.total, *image.shape[1:]), plan, transport=transport,
         )  # fmt: skip
         trainer.step(image, target)
         return trainer.peak, trainer.forecast().peaks[0].total
 
-    return run(1, work)[0]
+    return run(plan.world, work)[0]
 
 
 def test_less_is_live_the_more_blocks_there_are_and_as_much_as_was_predicted() -> None:
     torch.manual_seed(0)
     model = build("unet", norm="none", width=4, levels=3)
-    image, target = torch.randn(1, 3, 192, 192), torch.randint(2, (1, 192, 192))
+    image, target = torch.randn(1, 3, 288, 288), torch.randint(2, (1, 288, 288))
     found = []
     for blocks in ((1, 1), (2, 2), (3, 3), (4, 4)):
         measured, predicted = peaks(copy.deepcopy(model), Plan(stream=blocks), image, target)
@@ -366,6 +444,122 @@ def test_of_a_classifier_nothing_as_large_as_the_image_is_there_whole() -> None:
     assert found[0] == found[1]
 
 
+def test_with_values_in_a_store_bytes_depend_on_the_patch_and_not_on_the_image() -> None:
+    """Of a network with BatchNorm in training mode: four times the image, and as many patches."""
+    sides = (64, 128)
+    data = [(torch.randn(2, 3, n, n), torch.randint(2, (2, n, n)), n // 32) for n in sides]
+    for tiles, share in (((), 1), ("1x2", 2)):
+        found = []
+        for image, target, parts in data:
+            torch.manual_seed(0)
+            model = build("unet", norm="batch", width=4, levels=3)
+            plan = Plan(
+                stream=(parts, parts // share), spatial=tiles, offload=("values:host",),
+                micro_batches=2, schedule="sequential",
+            )  # fmt: skip
+            measured, predicted = peaks(model, plan, image, target)
+            assert predicted == pytest.approx(measured, rel=0.05)
+            found.append(measured)
+        assert found[1] <= 1.1 * found[0]
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def dice(scores: Tensor, target: Tensor) -> Tensor:
+    p, one = scores.softmax(1), F.one_hot(target, scores.shape[1]).movedim(-1, 1).to(scores.dtype)
+    both, each = (p * one).sum((0, 2, 3)), p.sum((0, 2, 3)) + one.sum((0, 2, 3))
+    return 1 - (2 * both / (each + 1e-6)).mean()
+
+
+def focal(scores: Tensor, target: Tensor) -> Tensor:
+    entropy = F.cross_entropy(scores, target, reduction="none")
+    return ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
+
+
+def squares(scores: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(scores.softmax(1)[:, 0], target.to(scores.dtype))
+
+
+def weighted() -> nn.Module:
+    return nn.CrossEntropyLoss(torch.tensor([0.3, 1.7], dtype=torch.float64), ignore_index=1)
+
+
+LOSSES: dict[str, Any] = {
+    "cross-entropy": F.cross_entropy,
+    "weighted, and some ignored": weighted(),
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "Dice": dice,
+    "focal": focal,
+    "squares": squares,
+    "a sum": nn.CrossEntropyLoss(reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("tiles", [(), "1x2"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_computed_block_by_block(
+    name: str, tiles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_loss, used = StagePrograms.stream_with_loss, []
+    monkeypatch.setattr(
+        StagePrograms, "stream_with_loss", lambda *a: used.append(1) or with_loss(*a)
+    )
+    torch.manual_seed(0)
+    model = build("unet", norm="batch", width=2, levels=2).double()
+    data, plan = noise((2, 3, 19, 22), 2, (2, 19, 22)), Plan(stream="3x2", spatial=tiles)
+    loss = LOSSES[name]
+    assert_equal(planned(model, data, plan, loss), plainly(model, data, 1, loss))
+    assert used
+
+
+def test_a_loss_that_looks_at_all_cells_at_once_gets_the_whole_output() -> None:
+    def hardest(scores: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(scores, target, reduction="none").flatten().topk(40).values.mean()
+
+    torch.manual_seed(0)
+    model = build("unet", norm="batch", width=2, levels=2).double()
+    data = noise((1, 3, 19, 22), 2, (1, 19, 22))
+    found = planned(model, data, Plan(stream="3x2"), hardest)
+    assert_equal(found, plainly(model, data, 1, hardest))
+
+
+def test_of_targets_and_outputs_no_more_than_a_block_is_there() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 1))
+    found = []
+    for parts in (4, 8):
+        image, target = Picture(1, 3, 32 * parts, 32 * parts), Labels(1, 32 * parts, 32 * parts)
+        measured, predicted = peaks(
+            copy.deepcopy(model), Plan(stream=(parts, parts)), image, target
+        )
+        assert predicted == pytest.approx(measured, rel=0.05)
+        assert target.largest == 32 * 32
+        found.append(measured)
+    assert found[0] == found[1]
+
+
+def test_statistics_in_float32_are_as_near_as_the_plain_ones() -> None:
+    """Means are far from 0 beside the deviations: E[x^2] - E[x]^2 would lose half of the digits."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 8, 3, padding=1)
+    nn.init.constant_(first.bias, 300.0)
+    model = nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    data = noise((2, 3, 64, 64), 2, (2, 64, 64), 1)
+    exact = plainly(copy.deepcopy(model).double(), data, 1)
+    single = [(x.float(), y) for x, y in data]
+    plain = plainly(copy.deepcopy(model), single, 1)
+    found = planned(model, single, Plan(stream="4x4"))
+
+    def off(mine: Outcome) -> float:
+        pairs = [(mine.gradients[0][n], g) for n, g in exact.gradients[0].items()]
+        return max(float((a - b).norm() / b.norm()) for a, b in pairs if n_is(a, b))
+
+    def n_is(a: Any, b: Any) -> bool:
+        return a is not None and float(b.norm()) > 1e-9  # a bias before a norm has no gradient
+
+    assert off(found) <= 1.1 * off(plain)
+
+
 # --- the planner ----------------------------------------------------------------------------------
 
 
@@ -395,9 +589,8 @@ def test_the_planner_lets_a_network_stream_as_far_as_it_can() -> None:
     assert plan.stages == (("0", "1", "2", "3", "4"), ("5", "6"))
     side = int(plan.why.split()[2])
     assert side >= 3 * 256, "of which the activations alone would take 24 times as much"
-    model[1] = nn.BatchNorm2d(8)
-    with pytest.raises(PlanError, match="nothing fits"):
-        gems.plan(model, sample, ranks=1, memory="2MiB", micro_batches=1)
+    model[1] = nn.BatchNorm2d(8)  # streams as well
+    assert gems.plan(model, sample, ranks=1, memory="2MiB", micro_batches=1).stream
 
 
 @pytest.mark.parametrize("known", [0, 10**6])
@@ -450,5 +643,4 @@ def test_the_command_line_streams(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["check", "--plan", str(file), *network]) == 0
     capsys.readouterr()
     file.write_text(to_json(replace(plan, stream=((2, 2), (2, 2)))))
-    assert main(["check", "--plan", str(file), *network]) == 1
-    assert "stage 1 streams, but" in capsys.readouterr().err
+    assert main(["check", "--plan", str(file), *network]) == 0, "also its head, which runs once"

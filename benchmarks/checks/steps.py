@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gems.distributed import consensus
 from gems.models.resnet import resnet_v2
 from gems.plans.plan import Plan
-from gems.torch import consensus, fingerprint, trainer
+from gems.torch import fingerprint, trainer
 from gems.torch.tracing.guards import Guards, Structure
 from gems.torch.trainer import Trainer
 

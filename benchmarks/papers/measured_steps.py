@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.papers.equal_memory import LAYER, MASTER, ways
-from gems.hardware import machine
 from gems.planner.request import Request
 from gems.plans.plan import Plan
-from gems.plans.residency import ADAM
 from gems.predict.simulate import virtual
+from gems.torch.measure_machine import measured
 from gems.torch.planning import Study
 from gems.torch.trainer import Trainer
 from tests.networks import build
@@ -30,20 +29,25 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@cache
+def studied(network: str, side: int) -> Study:
+    """A network on this computer, as measured: on small images calls cost more than arithmetic."""
+    name, options = NETWORKS[network]
+    torch.set_num_threads(1)
+    sample = torch.empty(1, 3, side, side)
+    return Study(build(name, **options), sample, measured(), "measure")
+
+
 def auto(network: str, p: int, k: int, side: int) -> tuple[Plan, float]:
     """The planner's choice within the bytes that layer parallelism and MASTER take, and those."""
-    name, options = NETWORKS[network]
-    on = machine("cpu")
-    study = Study(build(name, **options), torch.empty(1, 3, side, side), on, "estimate")
+    study = studied(network, side)
     known = ways(p, k)
     limit = max(
-        study.compiled(
-            known[way][0], Request(p, inf, known[way][0].total, state=ADAM / 2)
-        ).prediction.bytes
+        study.compiled(known[way][0], Request(p, inf, known[way][0].total)).prediction.bytes
         for way in (LAYER, MASTER)
         if way in known
     )
-    return study.plan(Request(p, limit, k, state=ADAM / 2)), limit
+    return study.plan(Request(p, limit, k)), limit
 
 
 @cache
@@ -51,8 +55,8 @@ def _trainer(network: str, plan: Plan, side: int, memory: float | None) -> Train
     torch.manual_seed(0)
     name, options = NETWORKS[network]
     sample = torch.empty(1, 3, side, side)
-    sgd = lambda p: torch.optim.SGD(p, 0.0, momentum=0.9)  # noqa: E731
-    return Trainer(build(name, **options), cross_entropy, sgd, sample, plan, memory=memory)
+    adam = lambda p: torch.optim.Adam(p, 0.0)  # noqa: E731
+    return Trainer(build(name, **options), cross_entropy, adam, sample, plan, memory=memory)
 
 
 def step(

@@ -57,8 +57,8 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     end_with_launcher()
+    from gems.distributed.launchers import place
     from gems.torch.doctor import environment, names, report
-    from gems.torch.launchers import place
 
     here = place()
     world = here.world if here else given.ranks or _ranks()

@@ -20,6 +20,8 @@ from gems.cli.progress import Pace, bar
 from gems.cli.reject import as_gems_error
 from gems.cli.results import finish
 from gems.data.augment import Augment
+from gems.distributed.interrupt import Interrupt
+from gems.distributed.step import Step
 from gems.draw.units import size
 from gems.errors import GemsError
 from gems.files import to_json, write
@@ -27,10 +29,8 @@ from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
 from gems.torch.checkpoint.manifest import latest, remove_all
 from gems.torch.checkpoint.weight_files import read_weights
-from gems.torch.interrupt import Interrupt
 from gems.torch.losses import loss, loss_of
 from gems.torch.optimizers import cosine, optimizer, step_decay, warmed_up
-from gems.torch.step import Step
 from gems.torch.trainer import Trainer
 
 if TYPE_CHECKING:

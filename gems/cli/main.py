@@ -18,15 +18,17 @@ from gems.cli import (
     machine,
     plan,
     simulate,
+    slurm,
     trace,
     train,
     verify,
 )
 from gems.cli.numbers import bound
+from gems.cli.version import ShowVersion
 from gems.errors import GemsError, short
 from gems.errors import note as add_note
-from gems.version import __version__
 
+COMMANDS = (train, eval, plan, simulate, draw, check, verify, trace, machine, doctor, slurm)
 LONGEST = 4000  # characters of a message
 EXAMPLES = """examples:
   gems train --model resnet110-v2 --split-size 4 --times 2 --app pictures
@@ -44,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"gems {__version__}")
+    parser.add_argument("--version", action=ShowVersion)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, eval, plan, simulate, draw, check, verify, trace, machine, doctor):
+    for command in COMMANDS:
         command.add(commands)
     for subparser in commands.choices.values():
         file = " [FILE]" if any(a.dest == "file" for a in subparser._actions) else ""

@@ -122,8 +122,8 @@ PLAN = {
     "--offload": string(
         "",
         "what is moved out of device memory while it is not used: activations, weights (with the "
-        "optimizer state), optimizer; to host memory (default) or to disk: "
-        "activations:disk,optimizer",
+        "optimizer state), optimizer, values (between streamed stages); to host memory (default) "
+        "or to disk: activations:disk,optimizer",
         "O",
     ),
     "--optimizer-step": choice(

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import IO
 
+from gems.errors import GemsError
 from gems.transport.private import VARIABLE, create
 
 # Training frees and takes the same memory all the time. glibc would hand it back to the kernel and
@@ -60,6 +61,15 @@ def start(command: Sequence[str], world: int, stderr: IO[str] | None = None) -> 
         os.close(theirs)
         os.close(ours)
         folder.leave()
+
+
+def reject_mpi(backend: str | None, world: int) -> None:
+    """Ranks that are started here are none of MPI."""
+    if backend == "mpi":
+        raise GemsError(
+            f"--backend mpi with {world} ranks, and none were started: put the mpirun of your MPI "
+            f"before this command (mpirun -np {world} gems ...), or leave --backend out"
+        )
 
 
 def _environment(rank: int, world: int) -> dict[str, str]:

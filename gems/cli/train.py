@@ -38,7 +38,7 @@ from gems.cli.options import (
     switch,
 )
 from gems.cli.plan_options import PLAN, plan_from
-from gems.cli.ranks import end_with_launcher, start
+from gems.cli.ranks import end_with_launcher, reject_mpi, start
 from gems.cli.reject import reject
 from gems.errors import GemsError
 from gems.plans.plan import Plan
@@ -88,8 +88,9 @@ RUNNING = {
     "--compile": switch(False, "compile what stages run by torch.compile"),
     "--backend": choice(
         ("gloo", "nccl", "mpi"), None,
-        "of torch.distributed (default: nccl on GPUs, gloo on CPUs); gloo with --device cuda "
-        "moves tensors through host memory, and lets ranks share a GPU",
+        "of torch.distributed (default: nccl on GPUs, gloo on CPUs), or mpi, for ranks of mpirun; "
+        "gloo or mpi with --device cuda move tensors through host memory, and let ranks share a "
+        "GPU",
     ),
     "--timeout": real(
         None, "without a heartbeat, after which a rank is lost and the run ends (default 25)",
@@ -217,7 +218,7 @@ def held(given: argparse.Namespace) -> AbstractContextManager[None]:
 
 def _is_first() -> bool:
     """Whether this process is rank 0, or alone."""
-    from gems.torch.launchers import place
+    from gems.distributed.launchers import place
 
     here = place()
     return here is None or here.rank == 0
@@ -226,7 +227,7 @@ def _is_first() -> bool:
 def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     """The plan, and the exit code if its ranks were started and have ended; None in a rank."""
     end_with_launcher()
-    from gems.torch.launchers import place
+    from gems.distributed.launchers import place
 
     reject(given)
     plan: Plan | str = "auto" if given.auto else plan_from(given)
@@ -236,6 +237,7 @@ def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
     if here is not None and here.rank:  # one rank tells for all
         logging.getLogger("gems").setLevel(logging.WARNING)
     if world > 1 and here is None:
+        reject_mpi(given.backend, world)
         require_free(given.out)
         return plan, start([sys.executable, "-m", "gems", *given.typed], world)
     if isinstance(plan, str) and world != (1 if here is None else here.world):

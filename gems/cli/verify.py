@@ -18,7 +18,7 @@ from typing import Any
 from gems.cli.model_options import MODEL, micro_batch, model_from, sampled
 from gems.cli.options import DEVICE, add_options, choice, count, path, real
 from gems.cli.plan_options import PLAN, plan_from, plan_in
-from gems.cli.ranks import end_with_launcher, start
+from gems.cli.ranks import end_with_launcher, reject_mpi, start
 
 OPTIONS = {
     "--against": path(
@@ -31,7 +31,7 @@ OPTIONS = {
         "in float32 whatever its weights are needs 1e-5)",
     ),
     "--device": DEVICE,
-    "--backend": choice(("gloo", "nccl"), None, "default: nccl on GPUs, gloo on CPUs"),
+    "--backend": choice(("gloo", "nccl", "mpi"), None, "default: nccl on GPUs, gloo on CPUs"),
 }  # fmt: skip
 
 
@@ -55,13 +55,14 @@ def run(given: argparse.Namespace) -> int:
     micro_batch(given)
     import torch
 
+    from gems.distributed.launchers import place
     from gems.torch.device_choice import usable
-    from gems.torch.launchers import place
     from gems.torch.parity import verify
 
     usable(given.device, given.backend)
     here = place()
     if plan.world > 1 and here is None:
+        reject_mpi(given.backend, plan.world)
         return start([sys.executable, "-m", "gems", *given.typed], plan.world)
     _, sample = sampled(given)
     torch.manual_seed(0)

@@ -14,4 +14,4 @@ def extra(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         package = name.partition(".")[0]
-        raise GemsError(f"this data needs {package}; `pip install gems[data]`") from error
+        raise GemsError(f"this data needs {package}; `pip install gems-hires[data]`") from error

@@ -111,10 +111,10 @@ def _resource(file: str) -> bytes:
     except ModuleNotFoundError as error:
         raise GemsError(
             "the pictures come with scikit-image, which is not installed; "
-            "`pip install gems[data]`, or use synthetic data"
+            "`pip install gems-hires[data]`, or use synthetic data"
         ) from error
     except FileNotFoundError as error:
         raise GemsError(
             f"the installed scikit-image does not contain {file}; "
-            "`pip install --upgrade gems[data]`, or use synthetic data"
+            "`pip install --upgrade gems-hires[data]`, or use synthetic data"
         ) from error

@@ -65,6 +65,17 @@ class Adapter(Protocol):
         """A message put together: the part of this rank itself, if any, and what others sent."""
         ...
 
+    def send_stored(
+        self, message: Message, tensors: Tensors, target: int
+    ) -> tuple[int, list[Work]]:
+        """Begin to send what a rank wants of values that are in a store, if the plan has any: its
+        bytes, and handles. `pack` has the others."""
+        ...
+
+    def receive_stored(self, message: Message, source: int) -> list[Work]:
+        """Begin to receive them."""
+        ...
+
     def bucket(self, stage: int) -> list[Any]:
         """Gradients to all-reduce over the replica group of a stage, in place; but for those that
         its last backward has begun to."""

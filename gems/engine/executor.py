@@ -145,6 +145,8 @@ class Engine:
         def work() -> None:
             outputs = self.adapter.forward(s, i, received)
             self.meter.save(*self._saved(action))
+            if self.plan.activations[s].values:
+                self._count_state()  # it has stored values, too
             for sink in self.plan.sinks[s]:
                 self.messages.offer(Message("output", s, sink, i, action.part), outputs)
 

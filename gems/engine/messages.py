@@ -43,7 +43,8 @@ class Messages:
                 handle.wait()
             self.meter.drop("boundary", self.adapter.size(buffers))
             self._free((m, source) for m in self.receipts.get((message, source), ()))
-            arrived[source] = buffers
+            if buffers:
+                arrived[source] = buffers
         return self.adapter.unpack(message, own, arrived)
 
     def _pick_up(self, message: Message) -> Tensors:
@@ -58,12 +59,17 @@ class Messages:
         for target in peers:
             if target == self.transport.rank:
                 continue
-            if not (buffers := self.adapter.pack(message, part, target)):
-                continue
+            buffers = self.adapter.pack(message, part, target)
             handles = [self.transport.isend(buffer, target) for buffer in buffers]
+            stored = 0
+            if self._stores(message):
+                stored, works = self.adapter.send_stored(message, part, target)
+                handles += works
+            if not handles:
+                continue
             size = self.adapter.size(buffers)
             self.meter.add("communication", size)
-            self.sent[target] = self.sent.get(target, 0) + size
+            self.sent[target] = self.sent.get(target, 0) + size + stored
             self.sending[message, target] = (size, handles)
         if self.transport.rank not in peers:
             self._pick_up(message)
@@ -75,11 +81,19 @@ class Messages:
         for source in self._peers(action):
             if source == self.transport.rank:
                 continue
-            if not (buffers := self.adapter.buffers(message, source)):
-                continue
+            buffers = self.adapter.buffers(message, source)
             handles = [self.transport.irecv(buffer, source) for buffer in buffers]
+            if self._stores(message):
+                handles += self.adapter.receive_stored(message, source)
+            if not handles:
+                continue
             self.meter.add("boundary", self.adapter.size(buffers))
             expected[source] = (buffers, handles)
+
+    def _stores(self, message: Message) -> bool:
+        """Whether values may go from store to store."""
+        stages = (message.source, message.target)
+        return all(self.plan.activations[stage].values for stage in stages)
 
     def _peers(self, action: Action) -> tuple[int, ...]:
         """The ranks of the stage at the other end."""

@@ -10,6 +10,7 @@ column of the grid: the box of a rank is the product of its row's and its column
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,27 @@ def even(shape: Sequence[int], dims: Sequence[int], grid: Sequence[int]) -> Layo
         for dim, parts in zip(dims, grid, strict=True)
     )
     return Layout(tuple(shape), tuple(dims), spans, spans)
+
+
+def nested(tiles: Layout, parts: Sequence[int]) -> Layout:
+    """The same tensor with every tile split into near-equal parts along each axis."""
+    own = tuple(
+        tuple(
+            (a + low, a + high)
+            for a, b in spans
+            for low, high in itertools.pairwise(split_points(b - a, count))
+        )
+        for spans, count in zip(tiles.own, parts, strict=True)
+    )
+    return Layout(tiles.shape, tiles.dims, own, own)
+
+
+def together(spans: Spans, parts: Sequence[int]) -> Spans:
+    """The spans around every so many in a row, along each axis: of the parts of a tile."""
+    return tuple(
+        tuple(functools.reduce(hull, row[at : at + n]) for at in range(0, len(row), n))
+        for row, n in zip(spans, parts, strict=True)
+    )
 
 
 def layout_like(shape: Sequence[int], layouts: Iterable[Layout]) -> Layout | None:

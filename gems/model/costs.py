@@ -19,7 +19,8 @@ class Cost:
     beside all that. Of each of f, i and w, `launch` seconds are no fewer on a part of the image;
     where a stage is tiled, `exchange` bytes are sent inside it, forward and again backward.
     Backward in two halves, i and then w, takes `halves` times as long as in one. Where blocks are
-    recomputed inside backward, `temporary` is what is live then beyond the activations.
+    recomputed inside backward, `temporary` is what is live then beyond the activations. The
+    activations are `tensors` pieces of memory, the gradients `trained`.
     """
 
     f: float = 1.0
@@ -33,6 +34,8 @@ class Cost:
     exchange: float = 0.0
     halves: float = 1.0
     temporary: float = 0.0
+    tensors: float = 0.0
+    trained: float = 0.0
 
     @property
     def b(self) -> float:
@@ -96,6 +99,7 @@ class Edge:
 
     `kept` is what a rank of the target keeps of it to compute from it again; None: its even share.
     What `stays` each rank has already, but for halos: the same ranks have the same tiles next.
+    Of outputs and gradients, `stored_output` and `stored_gradient` bytes are in a store.
     """
 
     source: int
@@ -104,9 +108,25 @@ class Edge:
     gradient: int
     kept: int | None = None
     stays: bool = False
+    stored_output: int = 0
+    stored_gradient: int = 0
 
     def size(self, what: str) -> int:
         return self.output if what == "output" else self.gradient
+
+    def stored(self, what: str) -> int:
+        return self.stored_output if what == "output" else self.stored_gradient
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes of a micro-batch that the stage `source` puts in a store, until backward of all
+    `readers`; and as many of gradients by each of these, if it has `gradients`."""
+
+    source: int
+    readers: tuple[int, ...]
+    size: int
+    gradients: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,8 @@ class Costs:
 
     A message takes `latency` seconds and `per_byte` for every byte; none by default. Where stages
     are split over groups of ranks, `group_sizes` has how many, and items are what one rank pays.
-    `tied` are the bytes of parameters that stages share, by the first stage of each set.
+    `tied` are the bytes of parameters that stages share, by the first stage of each set; `stored`
+    are values that are in a store on their way.
     """
 
     items: tuple[Cost, ...]
@@ -124,12 +145,13 @@ class Costs:
     per_byte: float = 0.0
     group_sizes: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
+    stored: tuple[StoredBytes, ...] = ()
 
     @cached_property
     def _received(self) -> dict[int, int]:
         found: dict[int, int] = {}
         for edge in self.messages:
-            even = -(-edge.output // self.group_size(edge.target))
+            even = -(-(edge.output - edge.stored_output) // self.group_size(edge.target))
             size = even if edge.kept is None else edge.kept
             found[edge.target] = found.get(edge.target, 0) + size
         return found
@@ -138,7 +160,7 @@ class Costs:
     def _given(self) -> dict[int, int]:
         found: dict[int, int] = {}
         for edge in self.messages:
-            size = -(-edge.output // self.group_size(edge.source))
+            size = -(-(edge.output - edge.stored_output) // self.group_size(edge.source))
             found[edge.source] = found.get(edge.source, 0) + size
         return found
 
@@ -150,6 +172,11 @@ class Costs:
         """Of the output or the gradient that one stage sends another, all parts together."""
         edge = self._edge(what, source, target)
         return edge.size(what) if edge else 0
+
+    def on_device(self, what: str, source: int, target: int) -> int:
+        """The part of them that is in the memory of devices."""
+        edge = self._edge(what, source, target)
+        return edge.size(what) - edge.stored(what) if edge else 0
 
     def _edge(self, what: str, source: int, target: int) -> Edge | None:
         """Gradients go back over the edge that outputs come by."""

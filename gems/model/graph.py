@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
@@ -18,7 +19,9 @@ ITEMSIZE = {
 class Value:
     """A tensor that one block writes and others read. `grad`: a gradient comes back for it.
 
-    `storage` is the number of its memory, as in `Block.saves`; -1 where nobody has looked.
+    `storage` is the number of its memory, as in `Block.saves`; -1 where nobody has looked. `image`
+    are the dims that tiles divide, rows and columns with depth before them: none in a tensor that
+    is no image; None: the last ones.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Value:
     dtype: str
     grad: bool
     storage: int = -1
+    image: tuple[int, ...] | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -59,8 +63,9 @@ class Block:
     dim, both ways together, in `exchanges`, and `sums` those that every rank adds up with every
     other, in `totals`; a `whole` block cannot be tiled. `reach` is what it reads around its outputs
     along each spatial dim, both sides together, as a part of the image; with `streams`, the image
-    may run in patches, one after the other, to the end of this block. Empty and 0 where nobody has
-    looked.
+    may run in patches, one after the other, to the end of this block, and `tiled` blocks work on
+    it. With `joins`, what a block gives needs all of the image: 1 if it is whole, 2 if the block
+    then reads the image again (a norm). Empty and 0 where nobody has looked.
     """
 
     name: str
@@ -80,6 +85,8 @@ class Block:
     whole: bool = False
     reach: tuple[float, ...] = ()
     streams: bool = False
+    tiled: bool = False
+    joins: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,11 @@ class Graph:
     @cached_property
     def weight(self) -> dict[str, Weight]:
         return {w.name: w for w in (*self.parameters, *self.buffers)}
+
+    @cached_property
+    def known_sweeps(self) -> dict[tuple[int, ...], Any]:
+        """Of runs of blocks, once asked for: see gems/predict/streaming_cost.py."""
+        return {}
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -205,13 +217,16 @@ def tied_stages(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, ...], 
     return dict(sorted((tuple(sorted(stages)), size) for stages, size in found))
 
 
-def crossings(graph: Graph, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
-    """The values that each stage sends to each other stage, in a fixed order.
+def crossings(
+    graph: Graph, stage_of: Sequence[int], stages: int = 0
+) -> dict[tuple[int, int], tuple[str, ...]]:
+    """The values that each stage sends to each other stage, in a fixed order. The last of `stages`
+    may have no blocks.
 
     They go straight from the stage that writes them to every stage that reads them. The model's
     inputs are at hand everywhere; its outputs are wanted by the last stage, where the loss is.
     """
-    last = max(stage_of, default=0)
+    last = max((stages - 1, *stage_of), default=0)
     wanted = [(name, stage_of[i]) for i, b in enumerate(graph.blocks) for name in b.reads]
     wanted += [(name, last) for name in graph.outputs]
     found: dict[tuple[int, int], dict[str, None]] = {}

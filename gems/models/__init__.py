@@ -68,7 +68,9 @@ def options_of(name: str) -> tuple[str, ...]:
 def _unknown(name: str) -> str:
     libraries = {each.replace("_", ""): found for each, found in IN_LIBRARIES.items()}
     if found := libraries.get(name.replace("_", "")):
-        return f"model {name!r} comes from a library: write {found} (pip install gems[models])"
+        return (
+            f"model {name!r} comes from a library: write {found} (pip install gems-hires[models])"
+        )
     near = difflib.get_close_matches(name, MODELS, 3)
     advice = f"did you mean {', '.join(near)}? " if near else ""
     return (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from gems.geometry.grid import square
 from gems.model.graph import Graph
 from gems.planner.levels import has_long_skips
+from gems.planner.partition import streaming_blocks
 from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.plans.recompute import Recompute
@@ -100,27 +100,53 @@ def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
         )
 
 
-def streaming(graph: Graph, ranks: int, micro_batches: int, schedule: str = "") -> Iterator[Choice]:
+def streaming(
+    graph: Graph, ranks: int, micro_batches: int, place: str, schedule: str = ""
+) -> Iterator[Choice]:
     """The first blocks of the model over patches of the image, one after the other: on every rank
-    of its own, or on the first rank of a pipeline."""
-    reach = sum(1 for _ in takewhile(lambda b: b.streams, graph.blocks))
-    rest = len(graph.blocks) - reach
+    of its own, on tiles of all ranks, or along a pipeline. What stages on one rank each hand each
+    other, and their sweeps, is in memory or in a store at a `place`."""
+    reach = streaming_blocks(graph)
     for copies in _divisors(ranks) if reach else ():
         p, m = ranks // copies, micro_batches // copies
-        if micro_batches % copies or p - 1 > rest:
+        if micro_batches % copies:
             continue
         for patches, times in _patches(graph):
-            if times > reach:
-                continue
-            if p == 1 and schedule in ("", "sequential"):
-                plan = Plan(
-                    stages=times + bool(rest), ranks=1, schedule="sequential", micro_batches=m,
-                    stream=(patches,) * times, data=copies,
-                )  # fmt: skip
-                yield Choice("streaming", plan)
-            elif p > 1 and times == 1 and schedule in ("", "1f1b"):
-                plan = Plan(stages=p, micro_batches=m, stream=(patches,), data=copies)
-                yield Choice("streaming, then pipeline", plan)
+            if times <= reach:
+                for choice in _streaming(graph, reach, p, m, patches, times, place):
+                    if schedule in ("", choice.plan.schedule):
+                        yield replace(choice, plan=replace(choice.plan, data=copies))
+
+
+def _streaming(
+    graph: Graph, reach: int, p: int, m: int, patches: tuple[int, ...], times: int, place: str
+) -> Iterator[Choice]:
+    """For one copy on p ranks, with so many streamed stages where ranks have several."""
+    rest = len(graph.blocks) - reach
+    depth, stored = times + bool(rest), (f"values:{place}",)
+    several = p - bool(rest)
+    if p == 1:
+        plan = Plan(
+            stages=depth, ranks=1, schedule="sequential", micro_batches=m, stream=(patches,) * times
+        )
+        yield Choice("streaming", plan)
+        yield Choice("streaming, values stored", replace(plan, offload=stored))
+        return
+    if times == 1 and p - 1 <= rest:
+        plan = Plan(stages=p, micro_batches=m, stream=(patches,))
+        yield Choice("streaming, then pipeline", plan)
+        yield Choice("streaming, then pipeline, values stored", replace(plan, offload=stored))
+    if times == 1 and 1 < several <= reach:
+        plan = Plan(stages=p, micro_batches=m, stream=(patches,) * several, offload=stored)
+        yield Choice("streaming pipeline, values stored", plan)
+    for tiles in _grids(graph, p) if any(b.halos for b in graph.blocks) else ():
+        group = tuple(range(p))
+        plan = Plan(
+            stages=depth, schedule="sequential", micro_batches=m, spatial=(tiles,) * times,
+            stream=(patches,) * times, placement=(group,) * times + (0,) * bool(rest),
+        )  # fmt: skip
+        yield Choice("streaming on tiles", plan)
+        yield Choice("streaming on tiles, values stored", replace(plan, offload=stored))
 
 
 def _patches(graph: Graph) -> Iterator[tuple[tuple[int, ...], int]]:

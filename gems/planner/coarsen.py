@@ -107,7 +107,7 @@ def _runs(graph: Graph, costs: Costs, lumps: int) -> list[range]:
         last = i + 1 == len(graph.blocks)
         turns = not last and any(
             getattr(graph.blocks[i], way) != getattr(graph.blocks[i + 1], way)
-            for way in ("whole", "streams")
+            for way in ("whole", "streams", "tiled")
         )
         good = crossing[i + 1] <= min(near) and any(
             a >= b for a, b in zip(filled, most, strict=True)
@@ -153,4 +153,6 @@ def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
         whole=blocks[0].whole,
         reach=tuple(map(sum, reach)),
         streams=blocks[-1].streams,
+        tiled=any(b.tiled for b in blocks),
+        joins=max(b.joins for b in blocks),
     )

@@ -58,7 +58,9 @@ def compile_plan(
             recompute=found.recompute,
             balance=found.balance,
         )
-        return CompiledPlan(mine, stage_of, memo.price(mine, stage_of), machine, request, order)
+        priced = memo.price(mine, stage_of)
+        _require_stored(mine, priced)
+        return CompiledPlan(mine, stage_of, priced, machine, request, order)
 
     even = within(None)
     if not request.limited or even.least_bytes[0] <= request.memory:
@@ -167,6 +169,17 @@ class CompiledPlan:
             seconds = max(seconds, self.least_seconds)
         sums = max(timeline.seconds - work, 0.0)
         return Prediction(seconds, fullest, round(extra), timeline.bubble, sums, self.reserved)
+
+
+def _require_stored(plan: Plan, costs: Costs) -> None:
+    places = {policy.values for policy in plan.activations} - {""}
+    if places and not costs.stored:
+        raise PlanError(
+            f"offload='values:{places.pop()}' stores images that streamed stages hand each other, "
+            "and their sweeps, and in this model there are none: each that a streamed stage makes "
+            "is read by a stage that does not stream, or by the loss; let more stages stream, or "
+            "remove values"
+        )
 
 
 def _require_stores(schedule: Schedule, plan: Plan) -> Schedule:

@@ -192,7 +192,8 @@ def by_weight(
 
     `speeds` is how many ranks run each stage together. The first `spatial` stages end before the
     first block that cannot be tiled, if they can; the first `streamed` ones right before the first
-    block that patches of the image cannot pass one after the other. If a stage has `in_flight[s]`
+    block that patches of the image cannot pass one after the other, or that comes when the image is
+    gone. If a stage has `in_flight[s]`
     micro-batches in flight, and at most `limit` bytes, time is evened out within that. `state` is
     the optimizer's, per byte of parameters.
     """
@@ -200,7 +201,7 @@ def by_weight(
     whole = next((i for i, b in enumerate(graph.blocks) if b.whole), blocks)
     if streamed:
         spatial = streamed
-        whole = next((i for i, b in enumerate(graph.blocks) if not b.streams), blocks)
+        whole = streaming_blocks(graph)
         split = spatial <= whole and parts - spatial <= blocks - whole and parts > spatial
         stage_of = (
             []
@@ -225,6 +226,12 @@ def by_weight(
         counts[spatial:], limit, state,
     )  # fmt: skip
     return first + [spatial + stage for stage in rest]
+
+
+def streaming_blocks(graph: Graph) -> int:
+    """How many of the first blocks work on an image that may run in patches."""
+    reach = next((i for i, b in enumerate(graph.blocks) if not b.streams), len(graph.blocks))
+    return next((i + 1 for i in reversed(range(reach)) if graph.blocks[i].tiled), 0)
 
 
 def _even(

@@ -118,22 +118,28 @@ def search(
     *,
     enough: bool = False,
     prune: bool = True,
+    offered: Offered | None = None,
 ) -> SearchResult:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
     What does not fit is tried again with its state sharded, then with recomputation, then with
     state or activations offloaded, and if nothing fits then, one patch of the image after the
     other; where memory is the objective, all of that is. If any plan that fits is `enough`, stop at
-    the first. Without `prune`, none is left out.
+    the first. Without `prune`, none is left out. What is not `offered` is rejected.
     """
     blocks = max(FEW, 4 * request.ranks) if request.ranks > 1 else MANY
     small, lumped = coarse(graph, costs, blocks)
     memo = Memo(small, lumped, machine, request, partial(_reject_whole, small))
-    return Search(graph, memo, enough, prune).run()
+    return Search(graph, memo, enough, prune, offered or _anything).run()
 
 
 Bounds = dict[Choice, Pruned]  # choices that need too much memory, with the least that they take
 Variants = Callable[[Choice], Iterable[Choice]]
+Offered = Callable[[Plan], None]  # raises PlanError for what a front end does not run
+
+
+def _anything(plan: Plan) -> None:
+    return None
 
 
 @dataclass
@@ -144,6 +150,7 @@ class Search:
     memo: Memo
     enough: bool
     prune: bool
+    offered: Offered = _anything
     fitting: list[Candidate] = field(default_factory=list)
     rest: list[Candidate] = field(default_factory=list)
     pruned: list[Pruned] = field(default_factory=list)
@@ -174,7 +181,10 @@ class Search:
         if not self.by_time or not self.fitting:
             self._try_everything(options)
         if not (self.fitting and (self.by_time or self.enough)):
-            self.try_all(streaming(graph, request.ranks, request.micro_batches, request.schedule))
+            place = self.memo.machine.elsewhere
+            self.try_all(
+                streaming(graph, request.ranks, request.micro_batches, place, request.schedule)
+            )
         if not self.enough:
             self._leave_out()
         return self.result
@@ -271,6 +281,7 @@ class Search:
         for choice in options:
             self.tried.add(choice.plan)
             try:
+                self.offered(choice.plan)
                 compiled = compile_plan(
                     choice.plan, memo.graph, memo.costs, memo.machine, memo.request, memo=memo
                 )

@@ -15,12 +15,15 @@ class ActivationPolicy:
     patches      the grid of patches that the stage runs one after the other; () if it runs at once.
                  Such a stage saves its inputs, and each patch is recomputed inside backward
     offload      where saved tensors wait: "" for the device, `host` or `disk`
+    values       where a streamed stage finds what other streamed stages hand it, and puts what it
+                 hands them: "" for the device, `host` or `disk`
     partitioned  whether a spatial group shards the inputs that each of its ranks would save whole
     """
 
     recompute: StageRecompute = "never"
     patches: tuple[int, ...] = ()
     offload: str = ""
+    values: str = ""
     partitioned: bool = False
 
     @property

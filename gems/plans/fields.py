@@ -60,12 +60,13 @@ class PlanFields:
                    soon as it is complete, beside other work; or `end`, after all work
     recompute      activations that stages drop and recompute for backward: `never`, `always`,
                    `except_last`, `auto`, or names of modules; for all stages, or one for each
-    stream         the grid of patches that each of the first stages runs one after the other, on
-                   one rank, saving only its inputs: written like `spatial`
+    stream         the grid of patches that each of the first stages runs one after the other, of
+                   the image or of each tile, saving only its inputs: written like `spatial`
     zero           what the replica group of a stage shards: 1 the optimizer's state, 2 gradients
                    too, once they are reduced, 3 the weights too, unsharded when needed
     offload        state that is moved out while it is not needed: `activations`, `weights`,
-                   `optimizer`, to the `host` or to `disk`: "activations:disk,optimizer"
+                   `optimizer`, and the `values` that streamed stages hand each other, to the `host`
+                   or to `disk`: "activations:disk,optimizer"
     partition_activations
                    inputs that every rank of a spatial group would save whole, to recompute from
                    them, are sharded over the group, and gathered when needed (ZeRO-R's P_a)
@@ -171,7 +172,7 @@ class PlanFields:
 
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
-        """How each stage is cut: into tiles, not at all if it streams, or into slices."""
+        """How each stage is cut: into tiles, not at all if it only streams, or into slices."""
         first = tuple(Grid(tiles=tiles) for tiles in tiles_of(self.spatial))
         first += (Grid(),) * (len(tiles_of(self.stream)) - len(first))
         return first + (Grid(self.local_dp),) * (self.depth - len(first))

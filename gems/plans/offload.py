@@ -1,6 +1,8 @@
 """Which state is offloaded while it is not needed, and where to.
 
 activations what micro-batches save for backward, from forward on until backward reads it
+values      what streamed stages hand each other, and its gradients: written, read and summed box by
+            box, so that they are never whole on the device
 weights     of stages that do not run now; where they are, the optimizer works, so its state is
             there as well
 optimizer   the optimizer's state; weights stay
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-WHAT = ("activations", "weights", "optimizer")
+WHAT = ("activations", "values", "weights", "optimizer")
 WHERE = ("host", "disk")
 
 Offload = tuple[str, ...]  # "activations:host", in the order of WHAT
@@ -53,4 +55,14 @@ def offload_problems(offload: Offload) -> Iterable[str]:
         yield (
             f"offload moves weights to {weights} and the optimizer to {optimizer}; the optimizer "
             "runs where the weights are, so give both one place"
+        )
+
+
+def values_problems(offload: Offload, streamed: int) -> Iterable[str]:
+    """Of values between streamed stages, of which the plan has so many."""
+    if (place := place_of(offload, "values")) and not streamed:
+        yield (
+            f"offload='values:{place}' stores what streamed stages hand each other, and their "
+            "sweeps (before and after a norm), but no stage of this plan streams; give stream a "
+            "grid of patches, or remove values"
         )

@@ -148,9 +148,10 @@ class Plan(PlanFields):
     @cached_property
     def activations(self) -> tuple[ActivationPolicy, ...]:
         """For each stage what it saves for backward, where, and how the rest comes back."""
-        offload = place_of(self.offload, "activations")
+        offload, values = (place_of(self.offload, what) for what in ("activations", "values"))
+        parts = self.partition_activations
         return tuple(
-            ActivationPolicy(recompute, patches, offload, self.partition_activations)
+            ActivationPolicy(recompute, patches, offload, values if patches else "", parts)
             for recompute, patches in zip(self.recompute_by_stage, self.streams, strict=True)
         )
 

@@ -2,7 +2,8 @@
 
 It is spatial parallelism in time instead of over ranks. Each patch of a stage's output is computed
 from the box of the input that it reads, and recomputed in backward, so that the stage saves only
-its inputs and no more than one patch's activations are live.
+its inputs and no more than one patch's activations are live. On a stage that is tiled, each rank
+runs the patches of its tile.
 """
 
 from __future__ import annotations
@@ -29,17 +30,12 @@ def stream_problems(
             f"local_dp={slices} splits the stages after the streamed ones, but all {len(grids)} "
             "stream; leave one of the two out, or use more stages"
         )
-    for stage, (stream, grid) in enumerate(zip(streams, grids, strict=False)):
+    for stage, stream in enumerate(streams[: len(grids)]):
         shown = Grid(tiles=stream)
         if not 1 <= len(stream) <= 3 or min(stream) < 1:
             yield (
                 f"stage {stage} streams {shown}; give columns, rows and columns, or depth, rows "
                 "and columns, at least 1 patch along each"
-            )
-        if grid.size > 1:
-            yield (
-                f"stage {stage} streams {shown} patches on one rank, but is split over {grid.size} "
-                f"({grid}); leave one of the two out, or give more patches instead of more ranks"
             )
     for stage in range(len(streams)):
         policy: object = recompute

@@ -19,7 +19,7 @@ from gems.plans.fields import (
     ZERO,
     PlanFields,
 )
-from gems.plans.offload import offload_problems
+from gems.plans.offload import offload_problems, values_problems
 from gems.plans.placement import first_row
 from gems.plans.recompute import recompute_problems
 from gems.plans.streaming import stream_problems
@@ -83,6 +83,7 @@ def plan_problems(plan: PlanFields) -> Iterable[str]:
         yield f"grad_sync is {plan.grad_sync!r}; choose one of {', '.join(GRAD_SYNC)}"
     yield from _zero_problems(plan)
     yield from offload_problems(plan.offload)
+    yield from values_problems(plan.offload, len(tiles_of(plan.stream)))
     yield from _partition_problems(plan)
     yield from _step_problems(plan)
     yield from _asynchronous_problems(plan)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM, StateBytes
+from gems.predict.stored_trace import StoredTrace
 from gems.predict.timeline import Memory, Meter
 from gems.schedule.action import OF_STAGE, Action, Kind, Message, Schedule
 from gems.schedule.lower.messages import Receipts, receipts
+from gems.schedule.lower.reduce import takes_over
 from gems.schedule.machine import InFlight
 
 Row = list[Memory]  # right after each action
@@ -65,8 +67,9 @@ class _Rank:
             self.shares[s] = residency.bytes(costs[s].weights, costs[s].gradients, index)
             self.replicated[s] = residency.replicas > 1
             # Gradients of a replicated stage are allocated from the start, unless they are freed
-            # once they are reduced, or with each optimizer step.
-            if self.replicated[s] and not residency.frees_gradients and not asynchronous:
+            # once they are reduced, or with each optimizer step, or taken over as they come.
+            freed = residency.frees_gradients or asynchronous or takes_over(plan, s, copies)
+            if self.replicated[s] and not freed:
                 self.gradients[s] = self.shares[s].gradients
         self.gathered: set[int] = set()
         self.state = state
@@ -74,6 +77,7 @@ class _Rank:
         self.steps_on_host = plan.residency[0].steps_on_host  # beside the computation
         self.optimizer = round(state * sum(mine.optimizer for mine in self.shares.values()))
         self.meter = Meter(self._resident())
+        self.stored = StoredTrace(rank, plan, costs, self.meter.store)
         self.at_hand: dict[Message, int] = {}
         self.inbox: dict[Message, dict[int, int]] = {}
         self.sending: dict[tuple[Message, int], int] = {}
@@ -186,6 +190,7 @@ class _Rank:
         for source in self.plan.sources[s]:
             self._take(Message("output", source, s, i, action.part))
         self.meter.save(*self._saved(action))
+        self.stored.forward(s, i)
         for sink in self.plan.sinks[s]:
             self._offer(Message("output", s, sink, i, action.part))
 
@@ -198,6 +203,7 @@ class _Rank:
         self.meter.spike("activations", round(self.costs[s].temporary))
         if action.kind is Kind.BACKWARD:
             self._free(s)
+        self.stored.backward(s, i)
         for source in self.plan.sources[s]:
             self._offer(Message("gradient", s, source, i, action.part))
 
@@ -227,6 +233,7 @@ class _Rank:
                 size = self._part(message)
                 self.meter.add("communication", size)
                 self.sending[message, target] = size
+                self.stored.send(message)
         if self.rank not in group:
             self.meter.drop("boundary", self.at_hand.pop(message))
 
@@ -241,6 +248,8 @@ class _Rank:
         self.inbox[message] = dict.fromkeys(others, self._part(message))
         for size in self.inbox[message].values():
             self.meter.add("boundary", size)
+        if others:
+            self.stored.post(message)
 
     def _peers(self, action: Action) -> tuple[int, ...]:
         return self.plan.spatial_group_for(action.peer, action.micro_batch)
@@ -254,4 +263,4 @@ class _Rank:
         return self._bytes(message, pairs)
 
     def _bytes(self, message: Message, parts: int) -> int:
-        return -(-self.costs.bytes(message.what, message.source, message.target) // parts)
+        return -(-self.costs.on_device(message.what, message.source, message.target) // parts)

@@ -64,7 +64,11 @@ def simulate(
 
     def seconds(rank: int, action: Action) -> float:
         if action.kind is Kind.OPTIMIZER_STEP:
-            return offload_seconds(action)
+            held = residency[action.stage]
+            return offload_seconds(action) + _state_calls(action, held, costs, over, state)
+        if action.kind in OFFLOADS:
+            size, cost = kept(action.stage, action.micro_batch, plan, costs), costs[action.stage]
+            return _own_seconds(plan.activations[0].offload, size, cost.tensors, over)
         if not action.computes:
             return 0.0
         return costs[action.stage].of(action.kind.value)
@@ -140,6 +144,34 @@ def _collective_seconds(
     if isinstance(over, Machine):
         return part * over.allreduce_seconds(size, ranks)
     return part * over.allreduce_seconds(size, len(ranks))
+
+
+def _own_seconds(place: str, size: float, tensors: float, over: Link | Machine | None) -> float:
+    """What offloading takes of a rank's own time: a call for each tensor; and where the rank is a
+    core of the host, that core also copies them, and a thread that reads and writes takes its turn.
+    """
+    if not isinstance(over, Machine):
+        return 0.0
+    device = over.device
+    if not device.is_host:
+        return tensors * device.call
+    return tensors * (device.call + over.way_to(place).latency) + size / over.host_link.bandwidth
+
+
+def _state_calls(
+    action: Action,
+    residency: StateResidency,
+    costs: Costs,
+    over: Link | Machine | None,
+    state: float,
+) -> float:
+    """The calls of an optimizer step that reads and writes offloaded state: as many tensors per
+    weight as it has bytes per byte of the weight. The bytes wait for their link anyway."""
+    if not residency.optimizer_offload or residency.steps_on_host:
+        return 0.0
+    flat = residency.sharded or residency.weights_offload
+    trained = 1.0 if flat else costs[action.stage].trained
+    return _own_seconds(residency.optimizer_offload, 0.0, 2 * state * trained, over)
 
 
 def _offload_seconds(
@@ -298,7 +330,9 @@ class _Clock:
             self.in_background.append(Event(rank, str(action), start, stop))
 
     def timeline(self, clock: str, background: list[Event]) -> Timeline:
-        rest = [event for event in self.events if not event.action.endswith("A")]
+        """What goes on in the background is drawn there, also if a rank's core has a part in it."""
+        there = {(event.rank, event.action) for event in background}
+        rest = [event for event in self.events if (event.rank, event.action) not in there]
         return Timeline(tuple(rest + background), clock)
 
     def bytes(

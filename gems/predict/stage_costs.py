@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 
 from gems.geometry.grid import Grid
 from gems.hardware import Link, Machine
-from gems.model.costs import Cost, Costs, Edge, of_stages, together
-from gems.model.graph import Block, Graph, crossings, members
+from gems.model.costs import Cost, Costs, Edge, StoredBytes, of_stages, together
+from gems.model.graph import Block, Graph, Value, crossings, members
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import recomputed_blocks, recomputing
-from gems.predict.streaming_cost import streamed
+from gems.predict.streaming_cost import inner_stored, stored_values, streamed
 
 
 def price(
@@ -29,6 +29,8 @@ def price(
     """
     whole = (stages or of_stages(blocks, graph, stage_of)).over(machine.link)
     items = []
+    stored = stored_values(graph, stage_of, plan)
+    inner: list[StoredBytes] = []
     groups = zip(whole.items, plan.grids, members(stage_of), strict=True)
     for stage, (alone, grid, mine) in enumerate(groups):
         cost = alone
@@ -40,11 +42,53 @@ def price(
         if recomputed is not None:
             cost = recomputing(cost, alone, graph, blocks, mine, recomputed)
         if plan.activations[stage].patches:
-            call = machine.device.call
-            cost = streamed(alone, graph, blocks, mine, plan.activations[stage].patches, call)
-        items.append(cost)
-    messages = tuple(_kept(edge, graph, stage_of, plan) for edge in whole.messages)
-    return replace(whole, items=tuple(items), messages=messages, group_sizes=plan.sizes)
+            call, policy = machine.device.call, plan.activations[stage]
+            link = machine.way_to(policy.values) if policy.values else None
+            cost = streamed(
+                alone, graph, blocks, mine, policy.patches, call, grid.tiles, stored, link
+            )
+            if policy.values:
+                inner += inner_stored(graph, stage, mine, policy.patches, grid.tiles)
+        items.append(_counted(cost, alone, graph, mine))
+    crossing = crossings(graph, stage_of) if stored else {}
+    messages = tuple(
+        _stored(_kept(edge, graph, stage_of, plan), graph, crossing, stored)
+        for edge in whole.messages
+    )
+    kept = tuple(
+        StoredBytes(stage_of[graph.producer[n]], readers, graph.value[n].bytes, graph.value[n].grad)
+        for n, readers in stored.items()
+    )
+    return replace(
+        whole,
+        items=tuple(items),
+        messages=messages,
+        group_sizes=plan.sizes,
+        stored=(*kept, *inner),
+    )
+
+
+def _stored(
+    edge: Edge,
+    graph: Graph,
+    crossing: Mapping[tuple[int, int], Sequence[str]],
+    stored: Collection[str],
+) -> Edge:
+    """What a stage is sent, with the part of it that goes from store to store."""
+    if not stored:
+        return edge
+    values = [graph.value[n] for n in crossing[edge.source, edge.target] if n in stored]
+    back = sum(v.bytes for v in values if v.grad)
+    return replace(edge, stored_output=sum(v.bytes for v in values), stored_gradient=back)
+
+
+def _counted(cost: Cost, whole: Cost, graph: Graph, blocks: Sequence[int]) -> Cost:
+    """A stage with the numbers of its parameters and of the tensors that it saves: as many of them
+    as of their bytes."""
+    trained = {name for i in blocks for name in graph.blocks[i].parameters}
+    all_of_them = len({storage for i in blocks for storage, _ in graph.blocks[i].saves})
+    saved = min(1.0, cost.activations / whole.activations) if whole.activations else 0.0
+    return replace(cost, tensors=ceil(all_of_them * saved), trained=len(trained))
 
 
 def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge:
@@ -57,7 +101,7 @@ def _kept(edge: Edge, graph: Graph, stage_of: Sequence[int], plan: Plan) -> Edge
     )
     for name in crossings(graph, stage_of)[edge.source, edge.target]:
         value = graph.value[name]
-        part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value.shape, grid)
+        part = 1.0 if graph.blocks[graph.producer[name]].whole else _part(value, grid)
         shared = plan.activations[edge.target].partitioned and part == 1
         size += ceil(value.bytes / grid.size if shared else value.bytes * part)
     return replace(edge, kept=round(size), stays=stays)
@@ -98,15 +142,22 @@ def _share(block: Block, graph: Graph, grid: Grid) -> float:
     """The part of a block that the largest of the tiles has; 1 for what cannot be tiled."""
     if block.whole and grid.tiles:
         return 1.0
-    return _part(graph.value[block.writes[0]].shape if block.writes else (), grid)
+    return _part(graph.value[block.writes[0]], grid) if block.writes else 1.0
 
 
-def _part(shape: Sequence[int], grid: Grid) -> float:
+def _part(value: Value, grid: Grid) -> float:
+    """The part of a value that the largest of the tiles, or slices, has."""
+    shape = value.shape
     if not grid.tiles:
         return ceil(shape[0] / grid.batch) / shape[0] if shape and shape[0] else 1.0
-    if len(shape) < 2 + len(grid.tiles):
+    axes = len(grid.tiles)
+    if value.image is not None:
+        dims = value.image
+    else:
+        dims = tuple(range(2, len(shape)))
+    if len(dims) < axes:
         return 1.0
-    lengths = shape[-len(grid.tiles) :]
+    lengths = [shape[d] for d in dims[-axes:]]
     return prod(ceil(n / g) / n for n, g in zip(lengths, grid.tiles, strict=True) if n)
 
 

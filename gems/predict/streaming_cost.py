@@ -5,18 +5,23 @@
                       ├───────────────┤                          L / 3 + R
                                   ├───────────────┤              L / 3 + R / 2
 
-R adds up over the layers from the last to the first: the first layers do most of the work twice.
+R adds up over the layers from the last to the first of a sweep: the first layers do most of the
+work twice. Where all of the image is needed a sweep ends, and what the next ones read is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from gems.model.costs import Cost, Costs
-from gems.model.graph import Graph, Value
+from gems.hardware import Link
+from gems.model.costs import Cost, Costs, StoredBytes
+from gems.model.graph import Graph, Value, crossings
+from gems.model.sweeps import Step, assign
+from gems.plans.plan import Plan
 
+TARGET = 8  # bytes of a class in a target
 ENTERING = -1  # in place of a block: what enters the stage
 
 
@@ -59,25 +64,110 @@ def _overlap(value: Value | None, grid: Sequence[int], beyond: Sequence[float]) 
     return Overlap(prod(largest), prod(total))
 
 
+def stored_values(graph: Graph, stage_of: Sequence[int], plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The values that streamed stages hand each other by way of a store, with the stages that read
+    them. What another stage reads too, or the loss, is whole on the device anyway."""
+    readers: dict[str, list[int]] = {}
+    for (_, target), names in crossings(graph, stage_of).items():
+        for name in names:
+            readers.setdefault(name, []).append(target)
+    found = {}
+    for name, stages in readers.items():
+        value, source = graph.value[name], stage_of[graph.producer[name]]
+        policies = [plan.activations[s] for s in (source, *stages)]
+        alone = all(plan.sizes[s] == 1 for s in (source, *stages))  # tiles are whole on the device
+        boxed = alone and all(p.values and _image(value, p.patches) for p in policies)
+        if boxed and name not in graph.outputs:
+            found[name] = tuple(sorted(stages))
+    return found
+
+
 def _image(value: Value, grid: Sequence[int]) -> bool:
     return len(value.shape) >= 2 + len(grid)
 
 
-def workspace(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> float:
-    """Bytes that backward keeps for the largest patch, each storage once.
+@dataclass(frozen=True)
+class Sweeps:
+    """The blocks of a streamed stage by sweep, and what is stored between them. A norm is in two:
+    its sums in one, the rest in the next."""
 
-    What the stage received is kept anyway, whole; of the model's own inputs, a box is read again.
+    blocks: tuple[tuple[int, ...], ...]
+    made: dict[str, int]  # value -> the sweep that makes it
+    read: dict[str, tuple[int, ...]]  # value that is made earlier -> the sweeps that read it
+
+
+def sweeps(graph: Graph, blocks: Sequence[int]) -> Sweeps:
+    """As the runtime has them, of blocks instead of calls. Many plans ask for the same."""
+    if (known := graph.known_sweeps.get(tuple(blocks))) is None:
+        known = graph.known_sweeps[tuple(blocks)] = _sweeps(graph, blocks)
+    return known
+
+
+def _sweeps(graph: Graph, blocks: Sequence[int]) -> Sweeps:
+    rows: dict[int, list[int]] = {0: []}
+    made: dict[str, int] = {}
+    mine = [graph.blocks[i] for i in blocks]
+    steps = [Step(b.reads, b.writes, b.mutates, b.tiled, b.joins) for b in mine]
+    inside = set(blocks)
+    others = {n for i, b in enumerate(graph.blocks) if i not in inside for n in b.reads}
+    sizes = {v.name: v.bytes for v in graph.values}
+    for i, at in zip(blocks, assign(steps, sizes, others.union(graph.outputs)), strict=True):
+        block = graph.blocks[i]
+        if block.tiled:
+            rows.setdefault(at, []).append(i)
+        if block.joins == 2:
+            rows.setdefault(at + 1, []).append(i)
+        for name in block.writes:
+            made[name] = at + (block.joins == 2)
+    rows = {at: sorted(row) for at, row in rows.items()}
+    read: dict[str, list[int]] = {}
+    for at, row in sorted(rows.items()):
+        for name in dict.fromkeys(n for i in row for n in graph.blocks[i].reads):
+            if made.get(name, ENTERING) < at:
+                read.setdefault(name, []).append(at)
+    return Sweeps(
+        tuple(tuple(row) for _, row in sorted(rows.items())),
+        made,
+        {name: tuple(at) for name, at in read.items()},
+    )
+
+
+def inner_stored(
+    graph: Graph, stage: int, blocks: Sequence[int], grid: Sequence[int], tiles: Sequence[int]
+) -> list[StoredBytes]:
+    """What the sweeps of a stage hand each other by way of a store."""
+    found = sweeps(graph, blocks)
+    memory = _Memory(graph, blocks, found, grid, tiles or (1,) * len(grid))
+    return [
+        StoredBytes(stage, (stage,), round(memory.bytes(n)), graph.value[n].grad)
+        for n in memory.stored
+        if n not in memory.given
+    ]
+
+
+def workspace(
+    graph: Graph, blocks: Sequence[int], grid: Sequence[int], stored: Collection[str] = ()
+) -> float:
+    """Bytes that backward keeps for the largest patch of a sweep, each storage once.
+
+    What the sweep reads is kept anyway, whole, but a norm copies its box of it; of the model's own
+    inputs, and of what is `stored`, a box is read again.
     """
     overlap, mine = overlaps(graph, blocks, grid), set(blocks)
     makers: dict[int, int] = {}
     for value in graph.values:
-        makers.setdefault(value.storage, graph.producer.get(value.name, ENTERING))
+        maker = graph.producer.get(value.name, ENTERING)
+        makers.setdefault(
+            value.storage, ENTERING if value.name in stored and maker not in mine else maker
+        )
     found: dict[int, float] = {}
     for i in blocks:
         for storage, size in graph.blocks[i].saves:
             maker = makers.get(storage, i)
             if maker == ENTERING or maker in mine:
                 found.setdefault(storage, size * overlap[maker].largest)
+            elif graph.blocks[i].joins == 2:
+                found.setdefault(storage, size * overlap[i].largest)
     return sum(found.values())
 
 
@@ -88,35 +178,156 @@ def streamed(
     blocks: Sequence[int],
     grid: Sequence[int],
     call: float = 0.0,
+    tiles: Sequence[int] = (),
+    stored: Collection[str] = (),
+    link: Link | None = None,
 ) -> Cost:
     """What a stage costs that runs patch by patch, and again in backward, weights and all. Python
-    takes `call` for each, however small.
+    takes `call` for each, however small. On `tiles`, each rank runs the patches of its own.
 
-    It keeps what it receives; and if it is the last, the model's output, for the loss.
+    It keeps what it receives and what sweeps read of each other. Of what is `stored` it keeps
+    nothing; boxes of that, and with a `link` to a store of what its sweeps hand each other, go over
+    the link beside the work.
     """
-    overlap, count = overlaps(graph, blocks, grid), prod(grid)
-    seconds = {"f": call * count * len(blocks), "i": 0.0, "w": 0.0}
-    for i in blocks:
-        part = costs[i]
-        for kind in seconds:
-            if had := getattr(part, kind):
-                seconds[kind] += (had - part.launch) * overlap[i].total + part.launch * count
+    tiles = (1,) * (len(grid) - len(tiles)) + tuple(tiles)
+    grid = (1,) * (len(tiles) - len(grid)) + tuple(grid)
+    fine = tuple(a * b for a, b in zip(tiles, grid, strict=True))
+    found, count = sweeps(graph, blocks), prod(grid)
+    seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
+    for row in found.blocks:
+        overlap = overlaps(graph, row, fine)
+        seconds["f"] += call * count * len(row)
+        for i in row:
+            part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
+            for kind in seconds:
+                if had := getattr(part, kind):
+                    work = (had - part.launch) * overlap[i].total / prod(tiles)
+                    seconds[kind] += share * work + part.launch * count
     back = sum(seconds.values()) if cost.b else 0.0
-    made = {n for i in blocks for n in graph.blocks[i].writes}
-    entering = {n for i in blocks for n in graph.blocks[i].reads} - made
-    received = [graph.value[n] for n in entering if n in graph.producer]
-    others = {n for i, b in enumerate(graph.blocks) if i not in set(blocks) for n in b.reads}
-    given = [graph.value[n] for n in made if n in others or n in graph.outputs]
-    last = len(graph.blocks) - 1 in blocks
-    ends = [v for v in given if v.name in graph.outputs and last]
-    gradients = sum(v.bytes for v in (*received, *given) if v.grad)
+    memory = _Memory(graph, blocks, found, fine, tiles, stored)
+    if link is not None:
+        memory.stored_too(memory.stored)
+        forward, backward = memory.moved()
+        seconds["f"] = max(seconds["f"], forward / link.bandwidth)
+        back = max(back, backward / link.bandwidth) if back else 0.0
+    rows = [overlaps(graph, row, fine) for row in found.blocks]
+    pairs = [(costs[i], rows[k][i]) for k, row in enumerate(found.blocks) for i in row]
     return replace(
         cost,
         f=seconds["f"],
         i=back,
         w=0.0,
         halves=1.0,
-        activations=float(sum(v.bytes for v in (*received, *ends))),
-        temporary=workspace(graph, blocks, grid) + gradients,
-        workspace=max((costs[i].workspace * overlap[i].largest for i in blocks), default=0.0),
+        activations=memory.activations(),
+        temporary=memory.temporary(),
+        workspace=max((c.workspace * o.largest for c, o in pairs), default=0.0),
     )
+
+
+class _Memory:
+    """Bytes of a streamed stage on a rank."""
+
+    def __init__(
+        self, graph: Graph, blocks: Sequence[int], found: Sweeps, fine: Sequence[int],
+        tiles: Sequence[int], in_store: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.graph, self.found, self.fine, self.tiles = graph, found, fine, tiles
+        mine = set(blocks)
+        others = {n for i, b in enumerate(graph.blocks) if i not in mine for n in b.reads}
+        entering = {n for i in blocks for n in graph.blocks[i].reads} - found.made.keys()
+        self.received = [n for n in entering if n in graph.producer]
+        self.given = [n for n in found.made if n in others or n in graph.outputs]
+        self.compared: list[str] = []  # the loss is computed patch by patch, too
+        if len(graph.blocks) - 1 in mine:
+            self.compared = [n for n in self.given if n in graph.outputs and self._image(n)]
+            self.given = [n for n in self.given if n not in self.compared]
+        self.ends = [n for n in self.given if n in graph.outputs]
+        self.stored = [n for n in found.read if n in found.made and self._image(n)]
+        self.in_store = set(in_store)
+
+    def stored_too(self, names: Iterable[str]) -> None:
+        """Of what sweeps hand each other; of what leaves the stage, that was decided."""
+        self.in_store.update(n for n in names if n not in self.given)
+
+    def moved(self) -> tuple[float, float]:
+        """Bytes that patches read and write of stores, forward and backward."""
+        written = sum(self.bytes(n) for n in self.in_store if n in self.found.made)
+        read = sum(self.bytes(n) * len(self.found.read.get(n, ())) for n in self.in_store)
+        return read + written, 3 * read + written
+
+    def _image(self, name: str) -> bool:
+        i = self.graph.producer[name]
+        return self.graph.blocks[i].tiled and self.graph.blocks[i].joins != 1
+
+    def bytes(self, name: str) -> float:
+        """Of a rank's tile, with the halo that is read of it."""
+        value = self.graph.value[name]
+        if prod(self.tiles) == 1 or not _image(value, self.tiles):
+            return value.bytes
+        parts = []
+        readers = [self.found.blocks[k] for k in self.found.read.get(name, ())]
+        reach = [0.0] * len(self.tiles)
+        for row in readers:
+            around = [0.0] * len(self.tiles)
+            for i in row:
+                for axis, r in enumerate(self.graph.blocks[i].reach[-len(self.tiles) :]):
+                    around[axis] += r
+            reach = [max(a, b) for a, b in zip(reach, around, strict=True)]
+        lengths = value.shape[-len(self.tiles) :]
+        for length, n, beyond in zip(lengths, self.tiles, reach, strict=True):
+            sides = {1: 0.0, 2: 0.5}.get(n, 1.0)
+            parts.append(min(ceil(length / n) / max(length, 1) + sides * beyond, 1.0))
+        return value.bytes * prod(parts)
+
+    def activations(self) -> float:
+        kept = (*self.received, *self.stored, *self.ends)
+        return sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
+
+    def temporary(self) -> float:
+        """The most beyond these: a patch, gradients, without what later sweeps needed."""
+        found, value = self.found, self.graph.value
+        most = 0.0
+        for at, row in enumerate(found.blocks):
+            alive = {n for n in self.given if found.made[n] <= at}
+            for name, readers in found.read.items():
+                if (name in self.received or name in self.stored) and (
+                    found.made.get(name, ENTERING) <= at <= readers[-1]
+                ):
+                    alive.add(name)
+            alive -= self.in_store
+            gradients = sum(self.bytes(n) for n in alive if value[n].grad)
+            freed = sum(
+                self.bytes(n)
+                for n in self.stored
+                if found.read[n][0] > at and n not in self.in_store
+            )
+            patch = workspace(self.graph, row, self.fine, self.in_store) + self._boxes(at, row)
+            patch += self._loss(at)
+            most = max(most, patch + gradients - freed)
+        return most
+
+    def _loss(self, at: int) -> float:
+        """What a cross-entropy saves of a patch: log-probabilities, and the targets."""
+        found = 0.0
+        for name in self.compared:
+            if self.found.made[name] == at:
+                value = self.graph.value[name]
+                largest = _overlap(value, self.fine, [0.0] * len(self.fine)).largest
+                cells = prod(value.shape) / max(value.shape[1], 1)
+                found += largest * (value.bytes + TARGET * cells)
+        return found
+
+    def _boxes(self, at: int, row: Sequence[int]) -> float:
+        """Boxes of stored values in a sweep: of the next patch, read while one runs; of gradients
+        that are added to; and of those of what it made, twice."""
+        overlap, value = overlaps(self.graph, row, self.fine), self.graph.value
+        found = 0.0
+        for name in self.in_store:
+            readers = [i for i in row if name in self.graph.blocks[i].reads]
+            if readers and at in self.found.read.get(name, ()):
+                largest = max(overlap[i].largest for i in readers)
+                found += value[name].bytes * largest * (1 + value[name].grad)
+            if self.found.made.get(name) == at and value[name].grad:
+                own = _overlap(value[name], self.fine, [0.0] * len(self.fine)).largest
+                found += value[name].bytes * own
+        return found

@@ -119,6 +119,11 @@ class Meter:
         self.stored -= size
         self.drop("offloaded", size)
 
+    def store(self, size: int) -> None:
+        """More, or less, is in a store that was never on the device as a whole."""
+        self.stored += size
+        self._change("offloaded", size)
+
     def spike(self, kind: str, size: int) -> None:
         """For a moment there was more."""
         self.add(kind, size)

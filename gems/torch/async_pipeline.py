@@ -23,23 +23,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gems.distributed.consensus import Claim, agree, listed
+from gems.distributed.key import key
+from gems.distributed.ownership import Ownership
+from gems.distributed.step import Step
 from gems.engine.measured import Measured
 from gems.engine.windows import AsynchronousPipeline
 from gems.errors import GemsError, LossError, PeerError, PlanError, ShapeError, TraceError, problems
 from gems.plans.plan import Plan
 from gems.schedule.action import Schedule
-from gems.torch.consensus import Claim, agree, listed
 from gems.torch.handshake import Handshake
 from gems.torch.runtime.adapter import TorchAdapter
 from gems.torch.runtime.begin_step import begin_step
 from gems.torch.runtime.microbatch import describe, split
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.two_batches import TwoBatches
-from gems.torch.state.ownership import Ownership
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import RankWeights
-from gems.torch.step import Step
-from gems.torch.tensors.rng import key
 from gems.transport.protocol import Done, Transport, Work
 
 Tensor = torch.Tensor

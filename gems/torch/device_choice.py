@@ -8,6 +8,7 @@ So ranks compare GPUs by UUID, and no index follows from a local rank. Never run
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import socket
 from collections import Counter
@@ -82,10 +83,10 @@ def _name(device: torch.device | str | None) -> str:
 
 
 def _reject_contradiction(device: str, backend: str | None) -> None:
-    if backend == "mpi":
+    if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise GemsError(
-            "backend mpi: torch here has no MPI backend; gloo and nccl run under mpirun, too: "
-            "leave the backend out"
+            "backend mpi needs mpi4py, which is not installed: pip install gems-hires[mpi], or "
+            "leave the backend out: gloo and nccl run under mpirun, too"
         )
     seen = cuda_device.count()
     if backend == "nccl" and device == "cpu":
@@ -137,17 +138,18 @@ def decide(ranks: Sequence[Asked]) -> Choice:
                 f"{other[0]} {values[other[0]]}; give all ranks the same"
             )
     kind, backend = ranks[0].kind, ranks[0].backend
-    on_cpu = Choice("gloo", ("cpu",) * len(ranks))
+    on_cpu = Choice("mpi" if backend == "mpi" else "gloo", ("cpu",) * len(ranks))
     if kind == "cpu" or (kind == "auto" and backend == "gloo"):
         return on_cpu
-    if kind == "auto" and backend is None and not any(rank.gpus for rank in ranks):
+    if kind == "auto" and backend != "nccl" and not any(rank.gpus for rank in ranks):
         return on_cpu
     found = assigned(ranks)
     lacking = [i for i, index in enumerate(found) if index is None]
-    if lacking and kind == "auto" and backend is None:
-        warning = f"{_too_few(ranks, lacking)}; all ranks run on CPUs, over gloo. {_remedy(ranks)}"
+    if lacking and kind == "auto" and backend != "nccl":
+        on = f"all ranks run on CPUs, over {on_cpu.backend}"
+        warning = f"{_too_few(ranks, lacking)}; {on}. {_remedy(ranks)}"
         return Choice(on_cpu.backend, on_cpu.devices, warning)
-    if lacking and backend != "gloo":
+    if lacking and backend not in ("gloo", "mpi"):
         raise GemsError(f"{_too_few(ranks, lacking)}. {_remedy(ranks)}")
     if bare := [i for i, rank in enumerate(ranks) if not rank.gpus]:
         raise GemsError(

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from gems import hardware as machines
+from gems.distributed.agree import on_all_ranks
+from gems.distributed.consensus import attempt
+from gems.distributed.interrupt import Interrupt
 from gems.engine.executor import Engine
 from gems.engine.measured import Measured
 from gems.errors import GemsError, PlanError, ShapeError
@@ -23,13 +26,10 @@ from gems.predict.simulate import simulate
 from gems.predict.timeline import Timeline, merged
 from gems.schedule.action import Schedule
 from gems.torch import fingerprint
-from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.weight_files import write_weights
-from gems.torch.consensus import attempt
 from gems.torch.gpu_machine import machine_on
 from gems.torch.gpu_memory import GpuMemory
 from gems.torch.handshake import Handshake
-from gems.torch.interrupt import Interrupt
 from gems.torch.lifetime import connected
 from gems.torch.offload.malloc import mmap_large, trim
 from gems.torch.rank_model import RankModel
@@ -143,7 +143,8 @@ class DistributedModel:
         self.plan, self.costs, self.schedule = found.plan, found.costs, found.schedule
         same_model = fingerprint.of_model(found.traced, self.model)
         state, saved = self.plan.residency[0], self.plan.activations[0]
-        self.on_disk = "disk" in (saved.offload, state.weights_offload, state.optimizer_offload)
+        places = {saved.offload, state.weights_offload, state.optimizer_offload}
+        self.on_disk = "disk" in places.union(policy.values for policy in self.plan.activations)
         if plan != "auto":
             _reject_folder(self.offload_folder, self.on_disk)
         _reject_eager(self)
@@ -354,8 +355,7 @@ class DistributedModel:
         self.closed = True
         for own in self.optimizers:
             own.close()
-        for store in self.part.stores:
-            store.close()
+        self.part.close()
         self.gpu.end()
         self.transport.close()
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from gems.distributed.launchers import place
 from gems.draw.units import seconds
 from gems.errors import GemsError
 from gems.files import to_json
 from gems.plans.plan import Plan
 from gems.torch.launch import connect
-from gems.torch.launchers import place
 from gems.torch.parity import mean_square, verify
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport

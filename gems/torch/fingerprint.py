@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gems.distributed.key import key
 from gems.geometry.box import Box
 from gems.torch.runtime.microbatch import Lazy
-from gems.torch.tensors.rng import key
 from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder
 from gems.torch.tracing.trace import Trace
 

@@ -8,11 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from gems.errors import PeerError, ShapeError, TraceError
-from gems.plans.plan import Plan
-from gems.schedule.action import Schedule
-from gems.torch import fingerprint, settings
-from gems.torch.consensus import (
+from gems.distributed.consensus import (
     Claim,
     agree,
     agree_on_failure,
@@ -20,11 +16,15 @@ from gems.torch.consensus import (
     listed,
     reject_failed,
 )
+from gems.distributed.key import key
+from gems.errors import PeerError, ShapeError, TraceError
+from gems.plans.plan import Plan
+from gems.schedule.action import Schedule
+from gems.torch import fingerprint, settings
 from gems.torch.runtime.microbatch import Batch, describe, split
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import RankWeights
-from gems.torch.tensors.rng import key
 from gems.transport.protocol import Transport
 
 THOROUGH, EVERY = 2, 100  # batches are compared whole in the first steps, and in every so-manieth

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gems.distributed.launchers import Place, place
 from gems.errors import GemsError, PeerError
-from gems.torch import cuda_device
+from gems.torch import cuda_device, mpi_ranks
 from gems.torch.device_choice import Asked, alone, asked, decide, reject_shared, used
-from gems.torch.launchers import Place, place
 from gems.transport.board import FAILED, LOST, Board, FolderBoard, StoreBoard
 from gems.transport.communicators import bound, setting_up
 from gems.transport.heartbeat import Heartbeat
@@ -72,11 +72,14 @@ def connect(
     A process group that exists is used. A rank that gives no sign of life for `timeout` seconds is
     lost; one that died is noticed at once. `patience` seconds are for the next one to come, as
     long as some have not; as many as `timeout` if left out. A `device` that is left out, or "auto",
-    is a GPU if each rank can have one, else the CPU; with backend "gloo" the CPU.
+    is a GPU if each rank can have one, else the CPU; with backend "gloo" the CPU. Backend "mpi"
+    needs no process group.
     """
     if not timeout > 0:
         raise GemsError(f"timeout is {timeout}; give the seconds after which a rank is lost")
     patience = timeout if patience is None else patience
+    if mpi_ranks.is_meant(backend):
+        return mpi_ranks.connect(device, timeout, patience)
     if dist.is_initialized():
         return _on_group(asked(device, backend), timeout, patience)
     found = place()
@@ -229,8 +232,15 @@ def _heartbeat(rank: int, world: int, timeout: float) -> Heartbeat:
         board: Board = FolderBoard(folder, rank, world)
         return Heartbeat(board, rank, world, timeout, str(folder))
     where = f"the store at {_run.store.host}:{_run.store.port}"
-    board = StoreBoard(_run.store.clone(), name, rank, world)
+    board = StoreBoard(_own_connection(_run.store), name, rank, world)
     return Heartbeat(board, rank, world, timeout, where)
+
+
+def _own_connection(store: Any) -> Any:
+    """Another connection to a TCPStore; torch 2.6 cannot clone one."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
 def _attend(heartbeat: Heartbeat, patience: float) -> None:

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gems.distributed.agree import on_all_ranks
+from gems.distributed.launchers import place
+from gems.distributed.ownership import Ownership
 from gems.errors import PlanError
 from gems.files import from_json, read_text
 from gems.geometry.box import Box, split_points
 from gems.plans.plan import Plan
-from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.snapshot import take
 from gems.torch.checkpoint.weight_keys import writers
-from gems.torch.launchers import place
 from gems.torch.runtime.microbatch_loss import Loss
 from gems.torch.session import Session
 from gems.torch.state.full_state_dict import full_state_dict
-from gems.torch.state.ownership import Ownership
 from gems.torch.tensors.rng import Drawn
 from gems.torch.trainer import Trainer
 from gems.torch.verification import Outcome, Row, Verification, judge, pairs_of

@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gems.distributed.links import exchanges_inside_stages, links_between_stages
+from gems.distributed.ownership import ownership, unordered
 from gems.errors import PlanError
 from gems.plans.plan import Plan
 from gems.schedule import nccl
 from gems.schedule.action import Kind, Schedule
 from gems.schedule.lower.passes import forward_only
+from gems.torch.offload.stored_value import ValueStore
 from gems.torch.offload.stores import Store, make_store
-from gems.torch.runtime.links import links_between_stages
 from gems.torch.runtime.loss_parameters import Leaves, parameters_of, place, with_loss
 from gems.torch.runtime.microbatch_loss import Loss, MicrobatchLoss
 from gems.torch.runtime.partitioned_model import PartitionedModel
@@ -24,10 +26,9 @@ from gems.torch.runtime.sampleless_buffers import free_buffers
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.setup import Setup, Surroundings
-from gems.torch.spatial.group import neighbours
 from gems.torch.state.deferred_init import DeferredInit, Initialize, place_weights
 from gems.torch.state.full_state_dict import named_weights
-from gems.torch.state.ownership import extra_state_owners, ownership, reject_unordered, unordered
+from gems.torch.state.ownership import extra_state_owners, reject_unordered
 from gems.torch.state.rank_weights import RankWeights
 from gems.torch.state.replicate import replicate
 from gems.transport.protocol import Link
@@ -115,17 +116,11 @@ class RankModel:
     def _prepare_groups(self) -> None:
         """For sums of gradients, and for exchanges inside of tiled stages."""
         plan = self.plan
-        exchanges = {
-            tuple(sorted(ranks)): neighbours(plan.grids[stage].shape, ranks)
-            for row in plan.spatial_groups
-            for stage, ranks in enumerate(row)
-            if len(ranks) > 1
-        }
         groups = set(plan.replica_groups) | {
             self.owned.replica_groups[name] for name in self.owned.tied()
         }
         links = self._all_links() if plan.asynchronous else set()
-        self.transport.prepare(sorted(groups), sorted(links), exchanges)
+        self.transport.prepare(sorted(groups), sorted(links), exchanges_inside_stages(plan))
 
     def _all_links(self) -> set[Link]:
         """With schedule "2bw" each rank tells all ranks of the next stage what it is about to do,
@@ -151,7 +146,9 @@ class RankModel:
         for partitioned in partitions:
             if partitioned.links is None:
                 schedules = (self.schedule, self.predicting)
-                partitioned.links = links_between_stages(partitioned, self.plan, schedules)
+                partitioned.links = links_between_stages(
+                    partitioned.message_transfers, self.plan, schedules
+                )
             new |= partitioned.links - self.links
         if new:
             self.transport.prepare([], sorted(new))
@@ -186,6 +183,7 @@ class RankModel:
             storages=weights.storages,
             deferred={stage for stage, _ in split},
             leaves=self.leaves,
+            values=self._value_store(),
         )
         self.leaves_of_loss.allow(weights.by_name, self.owned, plan.depth - 1, self.rank, self.loss)
         penalty = regularizer and Penalty(regularizer, self.owned, weights.by_name)
@@ -201,12 +199,25 @@ class RankModel:
             activation_store=activation_store,
         )
 
+    def _value_store(self) -> ValueStore | None:
+        """For what streamed stages hand each other, if any of them does so by way of a store."""
+        places = {policy.values for policy in self.plan.activations} - {""}
+        store = self.store(places.pop()) if places else None
+        return None if store is None else ValueStore(store, self.where.device)
+
     def store(self, place: str) -> Store | None:
         """A store on host or disk; None if there is no such place."""
         if not place:
             return None
         self.stores.append(make_store(place, self.where.device, self.offload_folder))
         return self.stores[-1]
+
+    def close(self) -> None:
+        """End the threads of this rank, and give up what is in its stores."""
+        if (messages := self.runner.programs.stored_messages) is not None:
+            messages.close()
+        for store in self.stores:
+            store.close()
 
     def reject_nothing_partitioned(self) -> None:
         (partitioned,) = self.runner.programs.recordings.values()

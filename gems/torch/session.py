@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gems.distributed.consensus import attempt
+from gems.distributed.step import Step
 from gems.engine.executor import Engine
 from gems.errors import GemsError, LossError, PlanError
 from gems.torch.async_pipeline import AsyncPipeline
-from gems.torch.consensus import attempt
 from gems.torch.distributed_model import DistributedModel
 from gems.torch.gpu_memory import explained
 from gems.torch.lifetime import closable
@@ -31,7 +32,6 @@ from gems.torch.state.rank_optimizer import (
     reject_shared,
 )
 from gems.torch.state.rollback import Rollback
-from gems.torch.step import Step
 from gems.torch.tensors.reading import Reading
 from gems.transport.protocol import Done, Work
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gems.torch.tensors.rng import key
+from gems.distributed.key import key
 
 Plain = (bool, int, float, str, type(None), tuple)
 

@@ -12,13 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gems.distributed.interrupt import Interrupt
+from gems.distributed.step import Step
 from gems.errors import GemsError, PlanError
 from gems.hardware import Machine
 from gems.model.costs import Costs
 from gems.plans.plan import Plan
 from gems.predict.timeline import Timeline
 from gems.schedule.action import Schedule
-from gems.torch.interrupt import Interrupt
 from gems.torch.lifetime import closable
 from gems.torch.runtime.compiled_calls import Compile
 from gems.torch.runtime.microbatch_loss import Loss
@@ -26,7 +27,6 @@ from gems.torch.runtime.regularizer import Regularizer
 from gems.torch.session import Session
 from gems.torch.state.deferred_init import Initialize
 from gems.torch.state.rank_optimizer import MakeOptimizer, MakeScheduler
-from gems.torch.step import Step
 from gems.transport.protocol import Transport
 
 
@@ -71,7 +71,7 @@ class Trainer:
                  `transport` that is not NCCL's. "cpu"; "cuda", an error where GPUs are too few;
                  "cuda:1", the one of that number
     backend      of torch.distributed: "nccl" on GPUs and "gloo" on CPUs if left out; "gloo" on GPUs
-                 moves tensors through host memory
+                 moves tensors through host memory. "mpi", for ranks of mpirun: mpi4py instead
     scheduler    optimizer -> learning-rate scheduler, stepped after every update; one that looks at
                  a metric is given the loss of the call that made the update
     interrupt    signals to hear: `step` tells all ranks when one was told to stop

@@ -19,8 +19,9 @@ Pairs = Sequence[tuple[str, int, int]]  # of what, bytes predicted, bytes counte
 # any, or with this much of the tensor itself, whose last digit is rounded: whichever is most.
 FLOOR, ROUNDED = 1e-3, 1e-5
 # How much more than predicted may be counted. Bytes are predicted one by one, but where tiles or
-# patches have halos or some parameters no gradient; the overlap of fused halos (d2) is not.
-EXACT, ESTIMATED, FUSED = 0.0, 0.1, 0.5
+# patches have halos or some parameters no gradient; shards are padded as if their numbers had four
+# bytes; and the overlap of fused halos (d2) is not predicted.
+EXACT, PADDED, ESTIMATED, FUSED = 0.0, 0.001, 0.1, 1.0
 HEADERS = ("what", "equal", "largest difference", "limit", "where")
 
 
@@ -208,7 +209,9 @@ def _limit(plan: Plan, wanted: Outcome) -> float:
         return FUSED if plan.halo == "d2" else ESTIMATED
     whole = not any(bool(gradient.isnan().any()) for gradient in wanted.gradients.values())
     streams = any(saved.patches for saved in plan.activations)
-    return EXACT if whole and not streams else ESTIMATED
+    if not whole or streams:
+        return ESTIMATED
+    return PADDED if any(state.sharded for state in plan.residency) else EXACT
 
 
 def _bytes(what: str, pairs: Pairs, limit: float) -> Row:
@@ -221,7 +224,7 @@ def _bytes(what: str, pairs: Pairs, limit: float) -> Row:
     shown = pairs[bad[0] if bad else max(over)[1]] if pairs else ("no messages", 0, 0)
     named, predicted, counted = shown
     text = f"counted {counted:,} B, predicted {predicted:,} B"
-    return Row(what, not bad, text, f"+{limit:.0%}" if limit else "0", named)
+    return Row(what, not bad, text, f"+{100 * limit:g}%" if limit else "0", named)
 
 
 def pairs_of(predicted: Mapping[str, int], counted: Mapping[str, int]) -> Pairs:

@@ -212,8 +212,9 @@ def bound(backend: str) -> dict[str, Any]:
     return {"device_id": _device()} if backend == "nccl" else {}
 
 
-def on_host(buffer: torch.Tensor) -> bool:
-    return buffer.device.type == "cpu"
+def on_host(buffer: Any) -> bool:
+    """Tensors tell their device; arrays of numpy are always there."""
+    return not isinstance(buffer, torch.Tensor) or buffer.device.type == "cpu"
 
 
 def _device() -> torch.device:

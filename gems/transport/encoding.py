@@ -14,25 +14,38 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from gems.errors import GemsError, PeerError
 from gems.model.costs import Cost, Costs, Edge
 from gems.predict.timeline import Event, Memory, Timeline
 
+if TYPE_CHECKING:
+    import torch
+
 MOST = 1 << 30  # bytes that one rank may tell in one call
 HEADER = 8
 PLAIN = (bool, int, float, str, type(None))
-TORCH = (torch.dtype, torch.layout, torch.memory_format)
+ARRAYS = "biufc"  # kinds of numbers
 REMEDY = "make it of numbers, texts, lists, dicts, tensors and arrays"
 
 _CLASSES: dict[str, type] = {}
+
+
+def _torch() -> Any:
+    """PyTorch, if this process has loaded it: else no value is a tensor, and none is received."""
+    return sys.modules.get("torch")
+
+
+def _torch_kinds() -> tuple[type, ...]:
+    loaded = _torch()
+    return (loaded.dtype, loaded.layout, loaded.memory_format) if loaded else ()
 
 
 class Malformed(ValueError):
@@ -87,13 +100,14 @@ def _encode(value: Any, at: str, blob: _Blob) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
-    if isinstance(value, torch.Tensor):
+    loaded = _torch()
+    if loaded and isinstance(value, loaded.Tensor):
         return {"$tensor": _tensor(value, at, blob)}
     if isinstance(value, np.generic):
         return _encode(value.item(), at, blob)
     if isinstance(value, np.ndarray):
-        return {"$array": _tensor(_as_tensor(value, at), at, blob)}
-    if isinstance(value, TORCH):
+        return {"$array": _array(value, at, blob)}
+    if isinstance(value, _torch_kinds()):
         return {"$torch": str(value).removeprefix("torch.")}
     if isinstance(value, bytes):
         return {"$bytes": [blob.add(value), len(value)]}
@@ -101,6 +115,8 @@ def _encode(value: Any, at: str, blob: _Blob) -> Any:
         return _encode_object(value, at, blob)
     if isinstance(value, Mapping):
         return _encode_mapping(value, at, blob)
+    if loaded and kind is loaded.Size:
+        return {"$size": list(value)}
     for tag, kinds in SEQUENCES.items():
         if kind in kinds:
             items = [_encode(x, f"{at}[{i}]", blob) for i, x in enumerate(value)]
@@ -130,14 +146,14 @@ def _encode_mapping(value: Mapping[Any, Any], at: str, blob: _Blob) -> Any:
     return {"$counter" if isinstance(value, Counter) else "$pairs": pairs}
 
 
-def _as_tensor(array: np.ndarray[Any, Any], at: str) -> torch.Tensor:
-    try:
-        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-    except TypeError:
-        raise GemsError(f"{at} is an array of {array.dtype}, which torch has no type for") from None
+def _array(array: np.ndarray[Any, Any], at: str, blob: _Blob) -> list[Any]:
+    if array.dtype.kind not in ARRAYS or not array.dtype.isnative:
+        raise GemsError(f"{at} is an array of {array.dtype}, and ranks tell each other numbers")
+    return [array.dtype.name, list(array.shape), blob.add(array.tobytes())]
 
 
 def _tensor(tensor: torch.Tensor, at: str, blob: _Blob) -> list[Any]:
+    torch = _torch()
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise GemsError(
             f"{at} is a {tensor.layout} tensor on {tensor.device}, and ranks tell each other dense "
@@ -213,20 +229,35 @@ class _Received:
 
 
 def _decode_tensor(told: Any, blob: _Received) -> torch.Tensor:
-    name, shape, start = told
-    dtype = _torch(name)
-    if not isinstance(dtype, torch.dtype) or any(type(n) is not int or n < 0 for n in shape):
+    name, shape, _ = told
+    dtype, torch = _of_torch(name), _torch()
+    if not isinstance(dtype, torch.dtype):
         raise Malformed(f"a tensor of {name!r} and shape {shape!r}")
-    part = blob.part(start, math.prod(shape) * dtype.itemsize)
+    part = _numbers(told, dtype.itemsize, blob)
     if not len(part):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(part), dtype=torch.uint8).view(dtype).reshape(shape)
+    return torch.frombuffer(part, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _torch(name: str) -> Any:
-    found = getattr(torch, name, None)
-    if not isinstance(found, TORCH):
-        raise Malformed(f"{name!r} is no type or layout of torch")
+def _decode_array(told: Any, blob: _Received) -> np.ndarray[Any, Any]:
+    name, shape, _ = told
+    dtype = np.dtype(name)
+    if dtype.kind not in ARRAYS:
+        raise Malformed(f"an array of {name!r} and shape {shape!r}")
+    return np.frombuffer(_numbers(told, dtype.itemsize, blob), dtype).reshape(shape)
+
+
+def _numbers(told: Any, width: int, blob: _Received) -> bytearray:
+    name, shape, start = told
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise Malformed(f"numbers of {name!r} and shape {shape!r}")
+    return bytearray(blob.part(start, math.prod(shape) * width))
+
+
+def _of_torch(name: str) -> Any:
+    found = getattr(_torch(), name, None)
+    if not isinstance(found, _torch_kinds()):
+        raise Malformed(f"{name!r} is no type or layout of torch, or torch is not loaded here")
     return found
 
 
@@ -259,20 +290,19 @@ def _pairs(told: Any, blob: _Received) -> dict[Any, Any]:
 SEQUENCES: dict[str, tuple[type, ...]] = {
     "$list": (list,),
     "$tuple": (tuple,),
-    "$size": (torch.Size,),
     "$set": (set, frozenset),
 }
 DECODE: dict[str, Callable[[Any, _Received], Any]] = {
     "$tensor": _decode_tensor,
-    "$array": lambda told, blob: _decode_tensor(told, blob).numpy(),
-    "$torch": lambda told, blob: _torch(told),
+    "$array": _decode_array,
+    "$torch": lambda told, blob: _of_torch(told),
     "$bytes": lambda told, blob: bytes(blob.part(*told)),
     "$data": _decode_object,
     "$enum": _enum,
     "$pairs": _pairs,
     "$counter": lambda told, blob: Counter(_pairs(told, blob)),
     "$tuple": lambda told, blob: tuple(_decode(x, blob) for x in told),
-    "$size": lambda told, blob: torch.Size(_decode(x, blob) for x in told),
+    "$size": lambda told, blob: _torch().Size(_decode(x, blob) for x in told),
     "$set": lambda told, blob: {_decode(x, blob) for x in told},
 }
 

@@ -43,6 +43,7 @@ SLOWEST = 5.0  # seconds between two
 HUNG_UP = 12.0  # seconds without a sign of life, once a connection has closed
 WORDS = 600  # characters of why a rank ended
 AGAIN = "start again from a checkpoint"
+TIMEOUT = 25.0  # seconds without a sign of life; with the time between two beats under 30
 
 
 class Heartbeat:
@@ -61,6 +62,7 @@ class Heartbeat:
         self.worked: dict[int, int] = {}  # ticks of processes that have fallen silent
         self.changed = threading.Condition()
         self.wake, self.over = threading.Event(), threading.Event()
+        self.news = threading.Event()  # a rank has ended
         self.rounds, self.trouble = 0, ""
         self.read_at = monotonic()
         self.heard = [self.read_at] * world
@@ -103,6 +105,7 @@ class Heartbeat:
         self.tell(state, why)
         self.over.set()
         self.wake.set()
+        self.news.set()
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(2.0)
@@ -128,6 +131,8 @@ class Heartbeat:
                 if sign is not None and sign != self.signs[rank]:
                     self.signs[rank], self.heard[rank] = sign, self.read_at
                     self.worked.pop(rank, None)
+                    if sign.state != WORKING and rank != self.rank:
+                        self.news.set()
             self.written, self.rounds = own, self.rounds + 1
             self.changed.notify_all()
 
@@ -195,7 +200,11 @@ class Heartbeat:
 
     def _watch(self) -> None:
         before = monotonic()
-        while not self.over.wait(self.interval):
+        while True:
+            self.news.wait(self.interval)
+            self.news.clear()
+            if self.over.is_set():
+                return
             now = monotonic()
             if now - before > self.interval + self.timeout / 3:  # this process itself was stopped
                 with self.changed:
@@ -259,6 +268,11 @@ class Heartbeat:
             named.append(f"rank {rank}" + (f" (process {sign.pid} on {sign.host})" if sign else ""))
         listed = " and ".join(named)
         return f"{listed} {_have(ranks)} given no sign of life for {self.limit:g} seconds"
+
+
+def in_short(error: BaseException) -> str:
+    """Type and first line, as others are told of it."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
 
 
 def _because(cause: str, message: str) -> PeerError:

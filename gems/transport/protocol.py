@@ -8,7 +8,9 @@ from typing import Any, Protocol
 Link = tuple[int, int]  # source, target
 Exchanges = Mapping[tuple[int, ...], Sequence[Link]]  # ranks -> those of them that are neighbours
 Parts = Sequence[tuple[Any, int]]  # buffers, each with the rank that it goes to or comes from
+SAME = "All ranks must be given the same model, sample and plan"  # of errors
 SUMS, EXCHANGES = 0, 1  # channels of a group's collectives
+STORED = 4  # channel of messages between stores, which threads of their own send and receive
 
 
 class Work(Protocol):
@@ -23,9 +25,10 @@ class Transport(Protocol):
     """Moves flat buffers between ranks. A buffer belongs to the transport until `wait`.
 
     Messages from one rank to another arrive in the order in which they were sent, and must be
-    asked for in that order. Operations of a group of ranks must be issued in the same order by all
-    of them, on each channel by itself: sums and gathers of weights and gradients are on one, and
-    all that the ranks of a spatial group do inside of a stage is on the other.
+    asked for in that order, on each channel by itself. Operations of a group of ranks must be
+    issued in the same order by all of them, on each channel by itself: sums and gathers of weights
+    and gradients are on one, and all that the ranks of a spatial group do inside of a stage is on
+    the other.
     """
 
     rank: int
@@ -41,9 +44,11 @@ class Transport(Protocol):
         arguments. Ranks of groups are in ascending order."""
         ...
 
-    def isend(self, buffer: Any, target: int) -> Work: ...
+    def isend(self, buffer: Any, target: int, channel: int = SUMS) -> Work:
+        """On the channel `STORED` buffers are in host memory, and another thread may call it."""
+        ...
 
-    def irecv(self, buffer: Any, source: int) -> Work: ...
+    def irecv(self, buffer: Any, source: int, channel: int = SUMS) -> Work: ...
 
     def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
         """Send and receive between some of `ranks`, at most one buffer per pair and direction, as
@@ -65,6 +70,10 @@ class Transport(Protocol):
         ...
 
     def broadcast(self, buffer: Any, source: int) -> None: ...
+
+    def all_gather_numbers(self, row: Sequence[int]) -> list[list[int]]:
+        """What every rank gave, on every rank: equally many whole numbers below 2**40."""
+        ...
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         """What every rank gave, on every rank. For small things."""

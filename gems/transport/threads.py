@@ -1,4 +1,5 @@
-"""Ranks as threads of one process: for tests, and for one rank alone."""
+"""Ranks as threads of one process: for tests, and for one rank alone. Buffers are tensors of torch
+or arrays of numpy."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ class _Arrival:
                 f"link {self.link[0]} to {self.link[1]}: sent {tuple(message.shape)} "
                 f"{message.dtype}, expected {tuple(self.buffer.shape)} {self.buffer.dtype}"
             )
-        self.buffer.copy_(message)
+        self.buffer[...] = message
         box[self._ahead()] = None
         while box and box[0] is None:
             box.popleft()
@@ -134,12 +135,21 @@ class _Collective:
             return finish([self.parts[rank] for rank in self.ranks])
 
 
+def _copy(buffer: Any) -> Any:
+    """Of a tensor of torch or an array of numpy."""
+    return buffer.clone() if hasattr(buffer, "clone") else buffer.copy()
+
+
 def _added(parts: list[Any]) -> Any:
     """In the order of ranks, so that all of them come to the same bits."""
-    total = parts[0].clone()
+    total = _copy(parts[0])
     for part in parts[1:]:
-        total.add_(part)
+        total += part
     return total
+
+
+def _fill(buffer: Any, found: Any) -> None:
+    buffer[...] = found
 
 
 class Local:
@@ -157,17 +167,17 @@ class Local:
     ) -> None:
         return None
 
-    def isend(self, buffer: Any, target: int) -> Work:
-        self._post(buffer, (self.rank, target, SUMS))
+    def isend(self, buffer: Any, target: int, channel: int = SUMS) -> Work:
+        self._post(buffer, (self.rank, target, channel))
         return Done()
 
     def _post(self, buffer: Any, box: Box) -> None:
         with self.shared.changed:
-            self.shared.mail[box].append(buffer.clone())
+            self.shared.mail[box].append(_copy(buffer))
             self.shared.changed.notify_all()
 
-    def irecv(self, buffer: Any, source: int) -> Work:
-        return _Arrival(self, buffer, (source, self.rank, SUMS))
+    def irecv(self, buffer: Any, source: int, channel: int = SUMS) -> Work:
+        return _Arrival(self, buffer, (source, self.rank, channel))
 
     def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
         for buffer, target in sends:
@@ -178,7 +188,7 @@ class Local:
     def all_reduce(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
-        return _Collective(self, ranks, buffer.clone(), lambda parts: buffer.copy_(_added(parts)))
+        return _Collective(self, ranks, _copy(buffer), lambda parts: _fill(buffer, _added(parts)))
 
     def reduce_scatter(self, buffer: Any, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
@@ -186,9 +196,9 @@ class Local:
 
         def finish(parts: list[Any]) -> None:
             mine = [own_part(part, self.rank, ranks) for part in parts]
-            own_part(buffer, self.rank, ranks).copy_(_added(mine))
+            _fill(own_part(buffer, self.rank, ranks), _added(mine))
 
-        return _Collective(self, ranks, buffer.clone(), finish)
+        return _Collective(self, ranks, _copy(buffer), finish)
 
     def all_gather(self, buffer: Any, ranks: tuple[int, ...], channel: int = SUMS) -> Work:
         if len(ranks) < 2:
@@ -196,14 +206,17 @@ class Local:
 
         def finish(parts: list[Any]) -> None:
             for rank, part in zip(ranks, parts, strict=True):
-                own_part(buffer, rank, ranks).copy_(part)
+                _fill(own_part(buffer, rank, ranks), part)
 
-        mine = own_part(buffer, self.rank, ranks).clone()
+        mine = _copy(own_part(buffer, self.rank, ranks))
         return _Collective(self, ranks, mine, finish, f"channel {channel}")
 
     def broadcast(self, buffer: Any, source: int) -> None:
-        parts = self._gather(buffer.clone() if self.rank == source else None)
-        buffer.copy_(parts[source])
+        parts = self._gather(_copy(buffer) if self.rank == source else None)
+        _fill(buffer, parts[source])
+
+    def all_gather_numbers(self, row: Sequence[int]) -> list[list[int]]:
+        return [list(row)] if self.world == 1 else self._gather(list(row))
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         """By way of bytes, so that a thread sees what a process would see."""

@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,9 +44,11 @@ from gems.transport import communicators
 from gems.transport.board import CLOSED, ENDED, FAILED, LOST, StoreBoard
 from gems.transport.communicators import Communicators, listed
 from gems.transport.encoding import MOST, pack, unpack_all
-from gems.transport.heartbeat import AGAIN, Heartbeat
+from gems.transport.heartbeat import AGAIN, TIMEOUT, Heartbeat, in_short
 from gems.transport.protocol import (
     EXCHANGES,
+    SAME,
+    STORED,
     SUMS,
     Done,
     Exchanges,
@@ -56,11 +59,10 @@ from gems.transport.protocol import (
 )
 from gems.transport.sockets import hang_up, hung_up
 
+Buffer = Any  # a tensor, or an array of numpy
 TAGS = 1 << 20  # per channel
 ON_HOST, NOTES = 2, 3  # channels of messages over gloo, whatever the backend
-TIMEOUT = 25.0  # seconds without a sign of life; with the time between two beats under 30
 COMING_BACK = 6.0  # seconds for a host that waits for a GPU, once a rank is lost
-SAME = "All ranks must be given the same model, sample and plan"
 _numbers = itertools.count()
 
 
@@ -163,18 +165,18 @@ class TorchDist:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def isend(self, buffer: torch.Tensor, target: int) -> Work:
+    def isend(self, buffer: Buffer, target: int, channel: int = SUMS) -> Work:
         what = f"sending from rank {self.rank} to rank {target}"
-        return self._messages([(buffer, target)], [], self._channel(buffer), what)
+        return self._messages([(buffer, target)], [], self._channel(buffer, channel), what)
 
-    def irecv(self, buffer: torch.Tensor, source: int) -> Work:
+    def irecv(self, buffer: Buffer, source: int, channel: int = SUMS) -> Work:
         what = f"receiving on rank {self.rank} from rank {source}"
-        return self._messages([], [(buffer, source)], self._channel(buffer), what)
+        return self._messages([], [(buffer, source)], self._channel(buffer, channel), what)
 
-    def _channel(self, buffer: torch.Tensor) -> int:
+    def _channel(self, buffer: Buffer, channel: int) -> int:
         """Of a message between stages: beside NCCL, host memory travels over gloo."""
         on_host = self.backend == "nccl" and communicators.on_host(buffer)
-        return NOTES if on_host else SUMS
+        return NOTES if on_host and channel == SUMS else channel
 
     def exchange(self, sends: Parts, receives: Parts, ranks: tuple[int, ...]) -> Work:
         what = f"exchanging on rank {self.rank} with ranks {listed(ranks)}"
@@ -190,7 +192,8 @@ class TorchDist:
         self, sends: Parts, receives: Parts, channel: int, what: str, after: Any = None
     ) -> Work:
         """Each by itself; gloo runs them side by side."""
-        arriving = [(self._host(buffer), buffer, source) for buffer, source in receives]
+        sends, receives = _tensors(sends), _tensors(receives)
+        arriving = [(self._host(x), x, source) for x, source in receives]
         leaving = [(_filled(self._host(x), x), target) for x, target in sends]
 
         def work() -> list[Any]:
@@ -213,7 +216,7 @@ class TorchDist:
         found = self.communicators
         self.counts[(*link, channel)] += 1
         tag = self.counts[(*link, channel)] % TAGS + TAGS * channel
-        if channel in (ON_HOST, NOTES):
+        if channel in (ON_HOST, NOTES, STORED):
             return {"group": found.host, "tag": tag}
         if self.backend == "nccl":
             return {"group": found.find(found.links, link, what)}
@@ -230,7 +233,7 @@ class TorchDist:
 
     # --- collectives ------------------------------------------------------------------------------
 
-    def all_reduce(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_reduce(self, buffer: Buffer, ranks: tuple[int, ...]) -> Work:
         if len(ranks) < 2:
             return Done()
         what = f"summing on rank {self.rank} over ranks {listed(ranks)}"
@@ -240,10 +243,10 @@ class TorchDist:
             return self._gather_messages(every, ranks, ON_HOST, what, partial(_add, every, buffer))
         group = self._group(buffer, ranks, SUMS, what)
         return self._begin(
-            what, lambda: [dist.all_reduce(buffer, group=group, async_op=True)], buffer
+            what, lambda: [dist.all_reduce(_tensor(buffer), group=group, async_op=True)], buffer
         )
 
-    def reduce_scatter(self, buffer: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def reduce_scatter(self, buffer: Buffer, ranks: tuple[int, ...]) -> Work:
         """gloo's own reduce-scatter takes longer than its all-reduce (3 ranks, 12 MB on two busy
         cores: 103 ms and 61 ms), so only NCCL's is used."""
         if len(ranks) < 2 or self.backend != "nccl" or communicators.on_host(buffer):
@@ -255,7 +258,7 @@ class TorchDist:
             what, lambda: [_scatter()(part, buffer, group=group, async_op=True)], buffer
         )
 
-    def all_gather(self, buffer: torch.Tensor, ranks: tuple[int, ...], channel: int = SUMS) -> Work:
+    def all_gather(self, buffer: Buffer, ranks: tuple[int, ...], channel: int = SUMS) -> Work:
         if len(ranks) < 2:
             return Done()
         what = f"gathering shares on rank {self.rank} from ranks {listed(ranks)}"
@@ -264,7 +267,7 @@ class TorchDist:
         if channel == EXCHANGES and self.backend != "nccl":
             # As quick as gloo's own, and needs no group for every spatial one.
             return self._gather_messages(buffer, ranks, EXCHANGES, what)
-        host = self._host(buffer)
+        host = self._host(buffer := _tensor(buffer))
         own = own_part(host, self.rank, ranks)
         if host is not buffer:
             own.copy_(own_part(buffer, self.rank, ranks))
@@ -298,13 +301,16 @@ class TorchDist:
             return found.host
         return found.find(found.exchanges if channel == EXCHANGES else found.groups, ranks, what)
 
-    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+    def broadcast(self, buffer: Buffer, source: int) -> None:
         """Over the host: the buffer must be in its memory."""
         what = f"broadcasting from rank {source} to rank {self.rank}"
         try:
-            dist.broadcast(buffer, source, group=self.communicators.host)
+            dist.broadcast(_tensor(buffer), source, group=self.communicators.host)
         except RuntimeError as error:
             raise self._lost(what, error) from error
+
+    def all_gather_numbers(self, row: Sequence[int]) -> list[list[int]]:
+        return _summed_rows(self, row)
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         if self.world == 1:
@@ -325,7 +331,7 @@ class TorchDist:
         with self.failing:
             first, self.failed = self.failed is None, self.failed or error
         if first and self.heartbeat is not None:
-            why = (error.cause or str(error)) if isinstance(error, PeerError) else _short(error)
+            why = (error.cause or str(error)) if isinstance(error, PeerError) else in_short(error)
             self.heartbeat.tell(LOST if isinstance(error, PeerError) else FAILED, why)
         if threading.current_thread() is self.thread:
             self.noticed.set()
@@ -335,18 +341,14 @@ class TorchDist:
         """By the heartbeat's thread: a rank is lost. [Note: how a failure spreads]"""
         self.fail(error)
         if self.backend == "nccl" and not self.noticed.wait(COMING_BACK):
-            sys.stderr.write(f"rank {self.rank} waits for a GPU and is ended: {error}\n")
-            sys.stderr.flush()
-            os._exit(1)
+            _exit(f"rank {self.rank} waits for a GPU and is ended: {error}")
 
     def _hang_up(self) -> None:
         connections = dict(self.communicators.connections)
         self.communicators.connections.clear()
         hang_up(connections)
-        if self.backend == "nccl":  # by a thread that nobody needs to wait for
-            aborting = threading.Thread(target=self.communicators.abort, daemon=True)
-            aborting.start()
-            aborting.join(COMING_BACK / 2)
+        if self.backend == "nccl":
+            _abort(self.communicators)
 
     def raise_failed(self, what: str) -> None:
         """Raise if this rank has failed: results of aborted communicators are wrong."""
@@ -395,7 +397,7 @@ class TorchDist:
             return
         if self.heartbeat is not None:
             raised = getattr(sys, "last_value", None)
-            self.heartbeat.end(ENDED, "" if raised is None else _short(raised))
+            self.heartbeat.end(ENDED, "" if raised is None else in_short(raised))
         self._hang_up()
 
     def _host(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -403,6 +405,15 @@ class TorchDist:
         if buffer.device.type == "cpu" or self.backend != "gloo":
             return buffer
         return torch.empty_like(buffer, device="cpu", pin_memory=True)
+
+
+def _tensor(buffer: Buffer) -> torch.Tensor:
+    """The same memory, of which a rank without torch has an array."""
+    return torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+
+
+def _tensors(parts: Parts) -> list[tuple[torch.Tensor, int]]:
+    return [(_tensor(buffer), rank) for buffer, rank in parts]
 
 
 def _filled(host: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -450,12 +461,27 @@ def gathered(mine: bytes, world: int, group: Any) -> list[bytes]:
     return [row[:n].tobytes() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _short(error: BaseException) -> str:
-    """Type and first line, as others are told of it."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error of torch or gloo, without source files and advice."""
     line = re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", str(error).strip()).partition("\n")[0]
     return line.partition(". This is typically")[0] or type(error).__name__
+
+
+def _exit(why: str) -> None:
+    print(why, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _abort(of: communicators.Communicators) -> None:
+    """By a thread that nobody needs to wait for."""
+    aborting = threading.Thread(target=of.abort, daemon=True)
+    aborting.start()
+    aborting.join(COMING_BACK / 2)
+
+
+def _summed_rows(transport: TorchDist, row: Sequence[int]) -> list[list[int]]:
+    """By a sum with zeros elsewhere, which is one operation without sizes to agree on."""
+    table = torch.zeros(transport.world, len(row), dtype=torch.int64)
+    table[transport.rank] = torch.tensor(row)
+    transport.all_reduce(table.view(-1), transport.everyone).wait()
+    return table.tolist()

@@ -7,7 +7,7 @@ from typing import Any
 
 from gems.errors import PlanError, ScheduleError
 from gems.plans.fields import SCHEDULES
-from gems.plans.offload import WHAT, WHERE
+from gems.plans.offload import WHERE
 from gems.plans.plan import Plan
 from gems.schedule.action import Kind
 from gems.schedule.build import lowered
@@ -19,13 +19,21 @@ GRIDS = {
     2: ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1)),
     3: ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 2, 2)),
 }
+STATE = ("activations", "weights", "optimizer")  # that is offloaded; values are drawn by _patches
 
 
 def draw_plan(
-    r: Random, layers: int, dims: int, *, tiles: bool, ranks: int, micro_batches: int = 0
+    r: Random,
+    layers: int,
+    dims: int,
+    *,
+    tiles: bool,
+    ranks: int,
+    micro_batches: int = 0,
+    patches: bool = True,
 ) -> Options:
     """What `Plan` is called with. `layers` are the model's; `dims` of its image, 0 if it has none.
-    `micro_batches` fixes their number over all copies."""
+    `micro_batches` fixes their number over all copies. Without `patches`, tiles have none."""
     while True:
         options = _base(r, layers, micro_batches)
         if dims and tiles:
@@ -34,12 +42,25 @@ def draw_plan(
             stages = options["stages"]
             if isinstance(stages, int):
                 options["stream" if stream else "spatial"] = tuple(grids[:stages])
+                options |= _patches(options, dims) if patches else {}
         if not _valid(options, ranks):
             continue
         for added in _extras(r, layers, options, tiles):
             if _valid(both := options | added, ranks):
                 options = both
         return options
+
+
+def _patches(options: Options, dims: int) -> Options:
+    """Some tiles run in patches, and some streamed stages keep values in a store. Drawn apart, so
+    that all else of a case stays as it was."""
+    r = Random(repr(sorted(options.items())))
+    found: Options = {}
+    if "spatial" in options and r.random() < 0.35:
+        found["stream"] = tuple(r.choice(GRIDS[dims]) for _ in options["spatial"])
+    if "stream" in (options | found) and r.random() < 0.3:
+        found["offload"] = (f"values:{r.choice(('host', 'disk'))}",)
+    return found
 
 
 def _base(r: Random, layers: int, micro_batches: int) -> Options:
@@ -62,7 +83,7 @@ def _extras(r: Random, layers: int, options: Options, tiles: bool) -> list[Optio
     some = tuple(r.sample(names, min(len(names), 2)))
     entries: list[Any] = ["always", "except_last", ("",), some]
     each = tuple(r.choice(["never", *entries]) for _ in range(stages))
-    what = r.sample(WHAT, r.randint(1, len(WHAT)))
+    what = r.sample(STATE, r.randint(1, len(STATE)))
     where = r.choice(WHERE)
     place = tuple(r.randrange(stages) for _ in range(stages))
     found: list[tuple[float, Options]] = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from train import loader, trainer
 
 import gems
-from gems.torch.launchers import place
+from gems.distributed.launchers import place
 
 PLAN = gems.Plan(stages=2, micro_batches=4)
 

@@ -18,13 +18,14 @@ from torch import nn
 from train import Net, loader, trainer
 
 import gems
+from gems.distributed.launchers import place
 from gems.schedule.action import parse
-from gems.torch.launchers import place
 
 PLAN = gems.Plan(**json.loads(sys.argv[1]))
 FAULT = sys.argv[2]
 AT = place()
 HERE = sys.argv[3] in ("all", str(AT and AT.rank))  # whether this rank has the fault
+BACKEND = os.environ.get("TEST_BACKEND")
 STEP = 1  # the step in which things go wrong: one has gone well
 
 
@@ -141,7 +142,10 @@ BATCH: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 def main() -> None:
     timeout = {"timeout": 3.0} if "stopped" in FAULT or FAULT == "slow" else {}
-    mine = trainer(PLAN, **timeout, **OPTIONS[FAULT]() if HERE and FAULT in OPTIONS else {})
+    backend = {"backend": BACKEND} if BACKEND else {}
+    mine = trainer(
+        PLAN, **timeout, **backend, **OPTIONS[FAULT]() if HERE and FAULT in OPTIONS else {}
+    )
     for number, (images, labels) in enumerate(loader()):
         if HERE and number == STEP:
             BREAK.get(FAULT, lambda _: None)(mine)

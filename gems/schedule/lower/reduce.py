@@ -47,13 +47,22 @@ def reduce(schedule: Schedule, plan: Plan, more: int = 1) -> Schedule:
     return Schedule(tuple(lowered))
 
 
-def overlaps(plan: Plan, stage: int) -> bool:
+def overlaps(plan: Plan, stage: int, copies: int = 1) -> bool:
     """Whether the all-reduce of a stage's gradients may begin inside its last backward: not if one
     of its ranks holds another stage too. It might come to the two in another order; and it might
-    begin one chunk, and hold up work that others wait for by the next (nccl.py)."""
+    begin one chunk, and hold up work that others wait for by the next (nccl.py). The plan may stand
+    for `copies` of itself."""
     ranks = plan.replica_groups[stage]
-    alone = len(ranks) > 1 and all(plan.stages_on[rank] == (stage,) for rank in ranks)
+    several = len(ranks) > 1 or copies > 1
+    alone = several and all(plan.stages_on[rank] == (stage,) for rank in ranks)
     return alone and plan.grad_sync == "overlap" and not plan.asynchronous
+
+
+def takes_over(plan: Plan, stage: int, copies: int = 1) -> bool:
+    """Whether gradients that are all-reduced stay where a stage's only backward computes them,
+    until they are complete: nothing is allocated for them before."""
+    sharded = plan.residency_over(copies)[stage].sharded
+    return plan.micro_batches == 1 and not sharded and overlaps(plan, stage, copies)
 
 
 def last_backwards(row: Sequence[Action], plan: Plan) -> set[Action]:

@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _ReaderView
 
+from gems.distributed.agree import on_all_ranks
 from gems.errors import CheckpointError, short
-from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.atomic_folder import sync
 from gems.torch.checkpoint.manifest import DTYPES, REMEDY, Manifest, TensorEntry
 from gems.torch.tensors.released import form_of

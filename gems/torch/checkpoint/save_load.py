@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from gems.distributed.agree import on_all_ranks
 from gems.errors import CheckpointError, short
 from gems.files import to_json
-from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint import manifest as manifests
 from gems.torch.checkpoint.atomic_folder import AtomicFolder, foreign, sync, write_synced
 from gems.torch.checkpoint.dcp_files import read, write

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gems.distributed.agree import on_all_ranks
 from gems.errors import CheckpointError
-from gems.torch.agree import on_all_ranks
 from gems.torch.checkpoint.json_values import encode, same
 from gems.torch.checkpoint.rng_state import rng_states
 from gems.torch.checkpoint.training_state import TrainingState, saved_optimizers

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gems.distributed.ownership import Ownership
 from gems.plans.plan import Plan
 from gems.torch.state.loss_scale import LossScale
-from gems.torch.state.ownership import Ownership
 from gems.torch.state.rank_optimizer import RankOptimizer
 from gems.torch.state.rank_weights import RankWeights
 from gems.transport.protocol import Transport

@@ -9,13 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
+from gems.distributed.transfer import Transfer
 from gems.engine.adapter import Reduce
 from gems.predict.timeline import Memory
 from gems.schedule.action import Message
 from gems.torch.offload.activations import OffloadedTensors
-from gems.torch.runtime.reshard import Transfer, buffers, pack, unpack
+from gems.torch.offload.stored_value import StoredValue
+from gems.torch.runtime.reshard import buffers, pack, unpack
 from gems.torch.runtime.stage_runner import StageRunner, Tensors
 from gems.torch.runtime.step_state import StepState
+from gems.torch.runtime.stored_messages import StoredMessages
 from gems.torch.state.rank_weights import size
 from gems.torch.state.tied_gradients import pack_tied, unpack_tied
 from gems.transport.protocol import Work
@@ -65,6 +68,7 @@ class TorchAdapter:
         self.runner, self.batches = runner, batches
         self.plan, self.weights = runner.plan, runner.weights
         self.device, self.rank = runner.programs.device, runner.weights.rank
+        self.arriving: dict[Message, dict[str, StoredValue]] = {}  # from store to store
         self.start_clock()
 
     def skips(self, micro_batch: int) -> bool:
@@ -135,8 +139,15 @@ class TorchAdapter:
         return {v.name: tensors[v.name] for v in state.partitions[i].values(message)}
 
     def _transfers(self, message: Message) -> list[Transfer]:
+        """Of what is not in a store."""
         state, i = self.batches.at(message.micro_batch)
-        return state.partitions[i].message_transfers(message, i)
+        stored = self._stored(message)
+        found = state.partitions[i].message_transfers(message, i)
+        return [transfer for transfer in found if transfer.value.name not in stored]
+
+    def _stored(self, message: Message) -> frozenset[str]:
+        state, i = self.batches.at(message.micro_batch)
+        return state.partitions[i].stored
 
     def pack(self, message: Message, tensors: Tensors, target: int) -> list[Tensor]:
         return pack(self._transfers(message), tensors, self.rank, target)
@@ -147,7 +158,43 @@ class TorchAdapter:
     def unpack(
         self, message: Message, own: Tensors | None, arrived: dict[int, list[Tensor]]
     ) -> Tensors:
-        return unpack(self._transfers(message), self.rank, own, arrived, self.device)
+        found = unpack(self._transfers(message), self.rank, own, arrived, self.device)
+        stored = self._stored(message)
+        found |= {name: x for name, x in (own or {}).items() if name in stored}
+        arrived_stored = self.arriving.pop(message, {})
+        return found | {n: x if x.written else None for n, x in arrived_stored.items()}
+
+    # --- messages from store to store ---------------------------------------------------------
+
+    def send_stored(
+        self, message: Message, tensors: Tensors, target: int
+    ) -> tuple[int, list[Work]]:
+        moving = [
+            self._messages.send(transfer, tensors[transfer.value.name], target)
+            for transfer in self._stored_transfers(message)
+        ]
+        return sum(x.size for x in moving), [x.work for x in moving]
+
+    def receive_stored(self, message: Message, source: int) -> list[Work]:
+        state, i = self.batches.at(message.micro_batch)
+        found: list[Work] = []
+        for transfer in self._stored_transfers(message):
+            into = state.partitions[i].place_stored(transfer.value, self._messages.store)
+            self.arriving.setdefault(message, {})[transfer.value.name] = into
+            found.append(self._messages.receive(transfer, into, source).work)
+        return found
+
+    def _stored_transfers(self, message: Message) -> list[Transfer]:
+        state, i = self.batches.at(message.micro_batch)
+        stored = self._stored(message)
+        found = state.partitions[i].message_transfers(message, i)
+        return [transfer for transfer in found if transfer.value.name in stored]
+
+    @property
+    def _messages(self) -> StoredMessages:
+        found = self.runner.programs.stored_messages
+        assert found is not None, "the plan has no values in a store"
+        return found
 
     # --- gradients and weights ----------------------------------------------------------------
 
@@ -199,12 +246,16 @@ class TorchAdapter:
         return state.temporary_bytes[stage, i]
 
     def resident_memory(self) -> Memory:
-        found = self.weights.resident_memory()
-        return replace(found, weights=found.weights + self.batches.version_bytes)
+        """With the values that are in a store now."""
+        found, values = self.weights.resident_memory(), self.runner.programs.values
+        stored = 0 if values is None else values.used
+        weights = found.weights + self.batches.version_bytes
+        return replace(found, weights=weights, offloaded=found.offloaded + stored)
 
-    def size(self, buffers: Sequence[Tensor]) -> int:
-        """On the device: of notes in host memory nothing is counted."""
-        return size([x for x in buffers if x.device.type == self.device.type])
+    def size(self, buffers: Sequence[Any]) -> int:
+        """On the device: of notes in host memory, and of values in a store, nothing is counted."""
+        tensors = [x for x in buffers if isinstance(x, Tensor)]
+        return size([x for x in tensors if x.device.type == self.device.type])
 
     def start_clock(self) -> None:
         """Of a GPU: the host's seconds, and an event. Events tell milliseconds between each other

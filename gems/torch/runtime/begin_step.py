@@ -12,6 +12,8 @@ from gems.torch.runtime.sampleless_buffers import Advance
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.runtime.stage_runner import StageRunner
 from gems.torch.runtime.step_state import StepState
+from gems.torch.runtime.streamed_loss import StreamedLoss
+from gems.torch.runtime.streamed_loss import prepare as prepare_streamed
 from gems.torch.runtime.tiled_loss import TiledLoss, prepare
 from gems.torch.state.rank_weights import RankWeights, entry
 
@@ -42,6 +44,7 @@ def begin_step(
         {i: at for at, i in enumerate(real)},
     )
     if training:
+        state.streamed_losses = _streamed_losses(programs, runner.loss, state)
         state.tiled_losses = _tiled_losses(programs, runner.loss, state)
     unordered = programs.unordered.intersection(weights.stages)
     state.advances = _advances(programs, state, unordered)
@@ -78,6 +81,8 @@ def _tiled_losses(
         model = partitioned.trace.record
         if last is None or not any(n in last.layouts for n in model.outputs):
             continue
+        if i in state.streamed_losses:
+            continue
         alike = (
             found[j]
             for j in found
@@ -89,6 +94,24 @@ def _tiled_losses(
                     loss.function, model, last, targets[i], programs.draws, partitioned.losses
                 )
         found[i] = known
+    return found
+
+
+def _streamed_losses(
+    programs: StagePrograms, loss: MicrobatchLoss, state: StepState
+) -> dict[int, StreamedLoss]:
+    """The losses that patches of the last stage compute, where there are such."""
+    found: dict[int, StreamedLoss] = {}
+    for i, partitioned in state.partitions.items():
+        if loss.function is None or programs.plan.depth - 1 not in partitioned.streamed:
+            continue
+        with programs.autocast():
+            one = prepare_streamed(
+                loss.function, partitioned, programs.model, state.batch.targets[i],
+                programs.draws, partitioned.streamed_losses,
+            )  # fmt: skip
+        if one is not None:
+            found[i] = one
     return found
 
 

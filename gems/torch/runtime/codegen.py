@@ -209,6 +209,8 @@ class _Writer:
         """A run that saves its inputs only."""
         number = self.run_of.get(run[0].name)
         name = f"region{run[0].region}" if number is None else f"run{number}"
+        if name in self.recomputed:  # a loss that streams with its model has regions of its own
+            name = f"{name}_{len(self.recomputed)}"
         inputs = _inputs(run)
         self._above(name, inputs, run, wanted, "run")
         changed = {n for call in run for n in call.overwrites}

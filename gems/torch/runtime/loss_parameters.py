@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gems.distributed.ownership import Ownership
 from gems.errors import GemsError, PlanError, problems
 from gems.plans.plan import Plan
-from gems.torch.state.ownership import Ownership
 from gems.transport.protocol import Transport
 
 Tensor = torch.Tensor

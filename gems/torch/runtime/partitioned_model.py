@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from gems.distributed.transfer import Transfer, whole
 from gems.errors import PlanError
 from gems.geometry.box import Box
 from gems.geometry.grid import Grid
@@ -20,9 +22,11 @@ from gems.model.graph import ITEMSIZE, Value, crossings
 from gems.planner.assign import stages_by_name
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import Footprint, entering, footprint, recomputed_blocks, runs
+from gems.predict.streaming_cost import stored_values
 from gems.schedule.action import Message
+from gems.torch.offload.stored_value import StoredValue, ValueStore
 from gems.torch.runtime.codegen import Program
-from gems.torch.runtime.reshard import Transfer, whole
+from gems.torch.runtime.streamed_stages import entering_tiles, lay_out_stage, same_axes
 from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.tiled_loss import TiledLoss
 from gems.torch.spatial.group import SpatialGroup
@@ -34,10 +38,10 @@ from gems.torch.spatial.partition import (
     spatial_dims,
     traffic,
 )
-from gems.torch.spatial.patch_layout import lay_out_patches
+from gems.torch.spatial.patch_layout import StreamLayout, lay_out_patches
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws
-from gems.torch.tracing.calls import Call
+from gems.torch.tracing.calls import Call, Record
 from gems.torch.tracing.trace import Trace
 from gems.transport.protocol import Link, Transport
 
@@ -57,13 +61,14 @@ class PartitionedModel:
     crossing: dict[tuple[int, int], tuple[str, ...]]
     blocks: list[list[int]]
     laid: dict[int, StageLayout] = field(default_factory=dict)  # tiled stages
-    streamed: dict[int, StageLayout] = field(default_factory=dict)  # streamed stages
-    streams: dict[int, Stream] = field(default_factory=dict)
+    streamed: dict[int, StreamLayout] = field(default_factory=dict)  # streamed stages
+    streams: dict[tuple[int, ...], Stream] = field(default_factory=dict)
     bound: dict[tuple[int, ...], TiledStage] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
     footprints: dict[int, Footprint] = field(default_factory=dict)
     recomputed: dict[int, list[nn.Module]] = field(default_factory=dict)  # norms of recomputed runs
     losses: dict[Any, TiledLoss] = field(default_factory=dict)
+    streamed_losses: dict[Any, Any] = field(default_factory=dict)  # streamed_loss.py, `Known`
     transfers: dict[tuple[Any, ...], Transfer] = field(default_factory=dict)
     unseen: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     changed: dict[int, list[str]] = field(default_factory=dict)  # weights that forward changes
@@ -73,13 +78,28 @@ class PartitionedModel:
 
     def __post_init__(self) -> None:
         for stage, grid in enumerate(self.plan.grids):
-            if grid.size > 1:
+            patches = self.plan.activations[stage].patches
+            if patches:
+                self.streamed[stage] = found = self._lay_out_patches(stage, patches)
+                if grid.size > 1:  # the patches of a tile make up what its rank runs
+                    self.laid[stage] = StageLayout([], [], [], found.boundary(self.sent(stage)))
+            elif grid.size > 1:
                 self.laid[stage] = self._lay_out(stage, grid)
                 _log_gathered(stage, grid, self.laid[stage])
-            if self.plan.activations[stage].patches:
-                self.streamed[stage] = self._lay_out_patches(
-                    stage, self.plan.activations[stage].patches
-                )
+
+    @cached_property
+    def stored(self) -> frozenset[str]:
+        """The values that streamed stages hand each other by way of a store."""
+        graph = self.trace.graph
+        stage_of = {block: s for s, blocks in enumerate(self.blocks) for block in blocks}
+        names = stored_values(graph, [stage_of[i] for i in range(len(graph.blocks))], self.plan)
+        laid = {n: self.streamed[stage_of[graph.producer[n]]] for n in names}
+        return frozenset(n for n, x in laid.items() if n in x.layouts and n not in x.added)
+
+    def place_stored(self, value: Value, store: ValueStore) -> StoredValue:
+        """Space for one of them, or its gradient."""
+        layout = self.streamed[self._source_of(value.name)].layouts[value.name]
+        return store.make(value, layout.dims, layout.grid)
 
     # --- stages ---------------------------------------------------------------------------------
 
@@ -114,6 +134,8 @@ class PartitionedModel:
         """What all ranks of a spatial group save whole to recompute from it: stages and values."""
         found = []
         for stage, laid in self.laid.items():
+            if stage in self.streamed:
+                continue
             if self.plan.activations[stage].whole_stage:
                 names = [n for n in self._read(stage) if n not in self.trace.graph.inputs]
             else:
@@ -148,34 +170,32 @@ class PartitionedModel:
         read += [n for n in self.sent(stage) if n not in made]
         return list(dict.fromkeys(read))
 
-    def _lay_out_patches(self, stage: int, patches: tuple[int, ...]) -> StageLayout:
-        """A streamed stage: each patch from its box of what enters."""
-        calls, shown = self.calls(stage), Grid(tiles=patches)
-        entering = {}
-        for name in self._read(stage):
-            shape = self.trace.graph.value[name].shape
-            if (dims := spatial_dims(len(shape), patches)) is not None:
-                entering[name] = even(shape, dims, patches)
-        if not entering:
-            raise PlanError(
-                f"stage {stage} streams {shown} patches, but reads no image of {len(patches)} "
-                "dims; give a grid with as many axes as the images have, or let fewer stages stream"
-            )
-        try:
-            sent = self.sent(stage)
-            return lay_out_patches(self.trace.record, self.model, calls, entering, self.draws, sent)
-        except CallNotTileable as error:
-            raise PlanError(self._not_streamable(stage, shown, error)) from error
-
-    def _not_streamable(self, stage: int, shown: Grid, error: CallNotTileable) -> str:
-        names = [call.name for call in self.calls(stage)]
-        at = names.index(error.call.name)
-        before = f"let stage {stage} end at {names[at - 1]}" if at else "let fewer stages stream"
-        norm = " or put it in evaluation mode (frozen), or use a norm of each pixel's channels,"
-        return (
-            f"stage {stage} streams {shown} patches, but {error}. To stream exactly,"
-            f"{norm * bool(error.call.norms)} {before}"
+    def _lay_out_patches(self, stage: int, patches: tuple[int, ...]) -> StreamLayout:
+        """A streamed stage: each patch of each tile from its boxes of what enters."""
+        calls, sent = self.calls(stage), self.sent(stage)
+        patches, entering = self._entering_patches(stage, patches)
+        return lay_out_stage(
+            stage, self.trace.record, self.model, calls, entering, self.draws, sent, patches
         )
+
+    def lay_out_loss(
+        self, record: Record, model: nn.Module, calls: Sequence[Call], value: str,
+        targets: Mapping[str, Layout], draws: Draws,
+    ) -> StreamLayout:  # fmt: skip
+        """The last stage with the calls of a loss, which gives `value`, behind its own."""
+        stage = self.plan.depth - 1
+        patches, entering = self._entering_patches(stage, self.plan.activations[stage].patches)
+        calls = [*self.calls(stage), *calls]
+        return lay_out_patches(record, model, calls, entering, draws, [value], patches, targets)
+
+    def _entering_patches(
+        self, stage: int, patches: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], dict[str, Layout]]:
+        """The grid of patches of a tile, and the tiles of what enters, over as many axes."""
+        tiles, patches = same_axes(self.plan.grids[stage].tiles, patches)
+        cut = (lambda name: self._entering(name, Grid(tiles=tiles))) if prod(tiles) > 1 else None
+        shapes = {name: self.trace.graph.value[name].shape for name in self._read(stage)}
+        return patches, entering_tiles(shapes, tiles, cut)
 
     def _lay_out(self, stage: int, grid: Grid) -> StageLayout:
         calls = self.calls(stage)
@@ -238,6 +258,11 @@ class PartitionedModel:
         if before is not None and (before.dims, before.grid) == (dims, real):
             return Layout(shape, dims, before.own, before.own)
         return even(shape, dims, real)
+
+    def _source_of(self, name: str) -> int:
+        found = self._source(name)
+        assert found is not None, f"{name} is an input of the model"
+        return found
 
     def _source(self, name: str) -> int | None:
         """The stage that makes a value; none makes the model's inputs."""

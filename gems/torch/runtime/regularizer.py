@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from gems.distributed.ownership import Ownership
 from gems.errors import ShapeError
 from gems.torch.runtime.loss_parameters import PREFIX
-from gems.torch.state.ownership import Ownership
 
 Tensor = torch.Tensor
 Named = Sequence[tuple[str, nn.Parameter]]

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from gems.distributed.ownership import Ownership
 from gems.hardware import Machine
 from gems.plans.plan import Plan
 from gems.torch.autograd.split_backward import WeightGradStore
+from gems.torch.offload.stored_value import ValueStore
 from gems.torch.runtime.activation_checkpoint import Recomputation
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.compiled_calls import CompileOptions
 from gems.torch.runtime.microbatch import describe, signature, stand_ins
 from gems.torch.runtime.partitioned_model import PartitionedModel, partition_model
 from gems.torch.runtime.sampleless_buffers import free_buffers
+from gems.torch.runtime.stored_messages import StoredMessages
+from gems.torch.runtime.streamed_loss import StreamedLoss
 from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.validate import reject_misplaced
+from gems.torch.spatial.group import SpatialGroup
+from gems.torch.spatial.patch_layout import StreamLayout
 from gems.torch.spatial.tiled_stage import TiledStage
-from gems.torch.state.ownership import Ownership, reject_unordered
+from gems.torch.state.ownership import reject_unordered
 from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
+from gems.torch.tracing.calls import Record
 from gems.torch.tracing.guards import Guards, Structure, apply_assigned
 from gems.torch.tracing.recordings import Recordings
 from gems.torch.tracing.trace import Trace, trace
@@ -56,12 +63,16 @@ class StagePrograms:
         storages: Set[int],
         deferred: Set[int],
         leaves: tuple[str, ...] = (),
+        values: ValueStore | None = None,
     ) -> None:
         """`storages` are those of this rank's weights; `deferred` the stages that compute weight
-        gradients apart from input gradients."""
+        gradients apart from input gradients; `values` has what streamed stages hand each other, if
+        that is in a store."""
         self.model, self.plan, self.owned, self.unordered = model, plan, owned, unordered
         self.device, self.machine, self.transport = device, machine, transport
         self.storages, self.deferred, self.leaves = storages, deferred, leaves
+        self.values = values
+        self.stored_messages = None if values is None else StoredMessages(transport, values)
         self.precision, self.memory_format = precision, memory_format
         self.compiling, self.told = compiling, set[str]()
         self.draws = Draws(seed, device)
@@ -135,7 +146,7 @@ class StagePrograms:
     def program(self, partitioned: PartitionedModel, stage: int, i: int) -> Program | Stream:
         """The code of a stage, as this rank runs it for a micro-batch."""
         if stage in partitioned.streamed:
-            return self._stream(partitioned, stage)
+            return self.stream(partitioned, stage, i)
         bound = self.bound(partitioned, stage, i)
         key = (stage,) if bound is None else (stage, *self.plan.spatial_group_for(stage, i))
         if key not in partitioned.programs:
@@ -177,21 +188,39 @@ class StagePrograms:
             self.told.add(text)
             log.info("%s", text)
 
-    def _stream(self, partitioned: PartitionedModel, stage: int) -> Stream:
-        """A stage that runs one patch after the other."""
-        if stage not in partitioned.streams:
+    def stream(self, partitioned: PartitionedModel, stage: int, i: int) -> Stream:
+        """A stage that runs one patch after the other, those of this rank's tile."""
+        key, group = self._group(partitioned, stage, i)
+        if key not in partitioned.streams:
             if self.compiling.enabled:
                 self._tell(f"stage {stage} runs by patches and is not compiled")
-            partitioned.streams[stage] = Stream(
-                partitioned.trace.record,
-                self.model,
-                partitioned.calls(stage),
-                partitioned.sent(stage),
-                partitioned.streamed[stage],
-                self.draws,
-                device=self.device,
-                memory_format=self.memory_format,
-                weights=self.storages,
-                around=self.autocast,
+            partitioned.streams[key] = self._streamed(
+                partitioned.trace.record, self.model, partitioned.sent(stage),
+                partitioned.streamed[stage], group, partitioned,
+            )  # fmt: skip
+        return partitioned.streams[key]
+
+    def stream_with_loss(self, partitioned: PartitionedModel, i: int, loss: StreamedLoss) -> Stream:
+        """The last stage, with a loss that is computed patch by patch."""
+        key, group = self._group(partitioned, self.plan.depth - 1, i)
+        if key not in loss.streams:
+            loss.streams[key] = self._streamed(
+                loss.record, loss.model, [loss.value], loss.layout, group, partitioned
             )
-        return partitioned.streams[stage]
+        return loss.streams[key]
+
+    def _group(
+        self, partitioned: PartitionedModel, stage: int, i: int
+    ) -> tuple[tuple[int, ...], SpatialGroup | None]:
+        bound = self.bound(partitioned, stage, i)
+        return ((stage,), None) if bound is None else ((stage, *bound.group.ranks), bound.group)
+
+    def _streamed(
+        self, record: Record, model: nn.Module, outputs: Sequence[str], layout: StreamLayout,
+        group: SpatialGroup | None, partitioned: PartitionedModel,
+    ) -> Stream:  # fmt: skip
+        return Stream(
+            record, model, outputs, layout, self.draws, device=self.device,
+            memory_format=self.memory_format, weights=self.storages, around=self.autocast,
+            group=group, store=self.values, stored=partitioned.stored,
+        )  # fmt: skip

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gems.errors import TraceError
+from gems.predict.recompute_cost import Footprint
 from gems.torch.autograd.absent_gradient import absent, is_absent
 from gems.torch.autograd.saved_tensors import SavedTensors, unpacked
 from gems.torch.autograd.split_backward import Entry, flush, receive
 from gems.torch.offload.activations import OffloadedTensors
+from gems.torch.offload.stored_value import StoredValue
 from gems.torch.offload.stores import Store
 from gems.torch.runtime.activation_checkpoint import as_it_was, snapshot, touched
 from gems.torch.runtime.codegen import Program
@@ -29,7 +32,7 @@ from gems.torch.state.overlapped_reduction import OverlappedReduction, Start
 from gems.torch.state.rank_weights import RankWeights, size
 
 Tensor = torch.Tensor
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Any]  # values by name: tensors, or in a store; None for no gradient in one
 Key = tuple[int, int]  # a stage and a micro-batch
 
 
@@ -75,7 +78,7 @@ class StageRunner:
             state.saved[stage, i] = saved
             if saved.loss is not None:
                 state.losses.append((i, saved.loss.detach()))
-        return {name: tensor.detach() for name, tensor in results.items()}
+        return {n: x if isinstance(x, StoredValue) else x.detach() for n, x in results.items()}
 
     def _save_inputs(
         self, state: StepState, stage: int, i: int, received: Tensors, saved: SavedMicrobatch
@@ -110,7 +113,7 @@ class StageRunner:
     ) -> Tensors:
         """One run of a stage's program, which saves what backward needs if one follows it."""
         partitioned = state.partitions[i]
-        program = self.programs.program(partitioned, stage, i)
+        program = self._program(state, stage, i)
         bound = self.programs.bound(partitioned, stage, i)
         saves = state.training and torch.is_grad_enabled()
         arguments = self._arguments(state, stage, i, program, received, saved, bound)
@@ -123,6 +126,8 @@ class StageRunner:
             with self.programs.compiling.running(stage):
                 results = dict(zip(program.outputs, program.run(*arguments), strict=True))
             del arguments
+            if isinstance(program, Stream) and saves:
+                saved.in_store, saved.token = program.take_in_store()
             if stage in self.weights.shards:
                 results = self.weights.shards[stage].clone_views(results)
             if stage == self.plan.depth - 1:
@@ -131,6 +136,16 @@ class StageRunner:
             self._note_edges(state, stage, i, results, saved)
             self._count(state, stage, i, results, tiles)
         return results
+
+    def _program(self, state: StepState, stage: int, i: int) -> Program | Stream:
+        loss = state.streamed_losses.get(i) if stage == self.plan.depth - 1 else None
+        if loss is not None:
+            return self.programs.stream_with_loss(state.partitions[i], i, loss)
+        return self.programs.program(state.partitions[i], stage, i)
+
+    def _stream(self, state: StepState, stage: int, i: int) -> Stream | None:
+        streamed = stage in state.partitions[i].streamed
+        return cast("Stream", self._program(state, stage, i)) if streamed else None
 
     def _arguments(
         self,
@@ -145,12 +160,13 @@ class StageRunner:
         """The stage's inputs: the model's own, or what was received, ready for a gradient."""
         partitioned = state.partitions[i]
         graph, streamed = partitioned.trace.graph, stage in partitioned.streamed
-        own = tensors(state.batch.inputs[i])
+        own = dict(zip(graph.inputs, tensors(state.batch.inputs[i]), strict=True))
         mutated = {n for block in partitioned.blocks[stage] for n in graph.blocks[block].mutates}
         wants, arguments = [], []
+        own |= state.streamed_targets(i)
         for name in program.inputs:
-            if name in graph.inputs:
-                x = own[graph.inputs.index(name)]
+            if name in own:
+                x = own[name]
                 if not streamed:  # a stream reads boxes of it
                     x = read_box(x, bound.box(name) if bound else None)
                     x = x.to(self.programs.device, non_blocking=True)
@@ -163,6 +179,7 @@ class StageRunner:
                 x = x.clone()  # another stage of this rank may still read it
             if state.training and torch.is_grad_enabled() and graph.value[name].grad:
                 wants.append(name)
+            if name in wants and not isinstance(x, StoredValue):
                 x = receive(x, lambda g, name=name: saved.gradients.__setitem__(name, g))
             arguments.append(x)
         saved.wants = tuple(wants)
@@ -210,21 +227,11 @@ class StageRunner:
     def _count(
         self, state: StepState, stage: int, i: int, results: Tensors, tiles: SavedTiles | None
     ) -> None:
-        """The bytes that a micro-batch saves from here on: of a tiled stage, as counted by its
-        hooks; of a streamed one, what it received, and the model's output if it is the last."""
-        partitioned = state.partitions[i]
-        whole = partitioned.footprint(stage)
-        activations = whole.activations if tiles is None else tiles.bytes
-        state.activation_bytes[stage, i] = activations
-        state.temporary_bytes[stage, i] = (
-            round(whole.temporary * activations / whole.activations) if whole.activations else 0
-        )
-        if stage in partitioned.streamed:
-            graph = partitioned.trace.graph
-            names = [n for n in partitioned.streams[stage].inputs if n not in graph.inputs]
-            ends = list(results.values()) if stage == self.plan.depth - 1 else []
-            received = sum(graph.value[n].bytes for n in names)
-            state.activation_bytes[stage, i] = received + size(ends)
+        """The bytes that a micro-batch saves from here on."""
+        stream, last = self._stream(state, stage, i), stage == self.plan.depth - 1
+        ends = list(results.values()) if last else []
+        saved, temporary = _saved_bytes(state.partitions[i].footprint(stage), tiles, stream, ends)
+        state.activation_bytes[stage, i], state.temporary_bytes[stage, i] = saved, temporary
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -248,7 +255,10 @@ class StageRunner:
         self._agree_on_absence(state, stage, i, summed)
         roots = [(edge, summed[name]) for name, edge in saved.edges.items() if name in summed]
         roots += self.loss.seed(state, stage, i, saved)
-        saved.edges, saved.loss = {}, None
+        if saved.in_store is not None:
+            saved.in_store.given = _in_store(gradients)
+            roots += [(saved.token, torch.empty(0))] if saved.in_store.given else []
+        saved.edges, saved.loss, saved.token = {}, None, None
         del summed, gradients
         if roots:
             self.draws.at(state.step, i)  # a recomputed run draws what it drew before
@@ -260,12 +270,16 @@ class StageRunner:
                 edges, seeds = zip(*roots, strict=True)
                 del roots
                 torch.autograd.backward(edges, seeds)
-            partitioned = state.partitions[i]
-            if stage in partitioned.streams:
-                state.temporary_bytes[stage, i] = partitioned.streams[stage].temporary
-        found, saved.gradients = saved.gradients, {}
+            if (stream := self._stream(state, stage, i)) is not None:
+                state.temporary_bytes[stage, i] = stream.temporary
+        found: Tensors = {**saved.gradients}
+        saved.gradients = {}
+        if saved.in_store is not None:
+            found |= saved.in_store.sums
         for name in saved.wants:
-            if name not in found:  # no path from the loss leads here, but its sender waits for it
+            if name in state.partitions[i].stored:
+                found.setdefault(name, None)
+            elif name not in found:  # no path from the loss leads here, but its sender waits for it
                 found[name] = self._absent(state, stage, i, name)
         return found
 
@@ -324,17 +338,42 @@ class StageRunner:
         return absent(box.shape, dtype, self.programs.device)
 
 
+def _saved_bytes(
+    whole: Footprint, tiles: SavedTiles | None, stream: Stream | None, ends: Sequence[Tensor]
+) -> tuple[int, int]:
+    """What a stage saves, and what backward adds: of a tiled one as counted by its hooks; of a
+    streamed one what it and its sweeps receive, and the model's output if it is the last."""
+    if stream is not None:
+        return stream.bytes + size(ends), 0
+    if tiles is None:
+        return whole.activations, whole.temporary
+    part = tiles.bytes / whole.activations if whole.activations else 0.0
+    return tiles.bytes, round(whole.temporary * part)
+
+
 def _summed(gradients: Sequence[Tensors]) -> Tensors:
     """The gradient of each value that is not absent, summed over the stages that read it."""
     summed: Tensors = {}
     for part in gradients:
         for name, gradient in part.items():
-            if not is_absent(gradient):
+            if isinstance(gradient, Tensor) and not is_absent(gradient):
                 summed[name] = summed[name] + gradient if name in summed else gradient
     return summed
 
 
-def _leads_back(x: Tensor) -> bool:
-    """Whether a gradient of it goes anywhere. A view made under no_grad claims to require one, like
-    its base, but has no function to give it to."""
+def _in_store(gradients: Sequence[Tensors]) -> dict[str, list[StoredValue]]:
+    """The gradients that are in a store, of which boxes are summed when they are read."""
+    found: dict[str, list[StoredValue]] = {}
+    for part in gradients:
+        for name, gradient in part.items():
+            if isinstance(gradient, StoredValue):
+                found.setdefault(name, []).append(gradient)
+    return found
+
+
+def _leads_back(x: Any) -> bool:
+    """Whether a gradient of it goes anywhere; not if it is in a store. A view made under no_grad
+    claims to require one, like its base, but has no function to give it to."""
+    if isinstance(x, StoredValue):
+        return False
     return x.requires_grad and not (x.grad_fn is None and x._is_view())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gems.schedule.lower.reduce import overlaps
+from gems.schedule.lower.reduce import overlaps, takes_over
 from gems.torch.autograd.saved_tensors import Saved
 from gems.torch.autograd.split_backward import Entry
 from gems.torch.offload.activations import OffloadedTensors
@@ -16,6 +16,8 @@ from gems.torch.runtime.microbatch import Batch
 from gems.torch.runtime.partitioned_model import PartitionedModel
 from gems.torch.runtime.running_stats import Statistics
 from gems.torch.runtime.sampleless_buffers import Advance
+from gems.torch.runtime.streamed_loss import StreamedLoss
+from gems.torch.runtime.streaming import InStore
 from gems.torch.runtime.tiled_loss import TiledLoss
 from gems.torch.state.grad_bucket import GradBucket
 from gems.torch.state.rank_weights import RankWeights
@@ -35,6 +37,8 @@ class SavedMicrobatch:
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of received values, by backward
     wants: tuple[str, ...] = ()  # the received values that need a gradient
     received: dict[str, Saved] = field(default_factory=dict)  # to recompute
+    in_store: InStore | None = None  # of a streamed stage
+    token: Any = None  # where backward through it enters if gradients are in a store
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
 
 
@@ -51,6 +55,7 @@ class StepState:
     partitions: dict[int, PartitionedModel] = field(default_factory=dict)  # by micro-batch
     position: dict[int, int] = field(default_factory=dict)  # among micro-batches that have samples
     tiled_losses: dict[int, TiledLoss] = field(default_factory=dict)
+    streamed_losses: dict[int, StreamedLoss] = field(default_factory=dict)
     advances: dict[int, Advance] = field(default_factory=dict)  # by stage
     statistics: dict[int, Statistics] = field(default_factory=dict)  # by stage
     buckets: dict[int, GradBucket] = field(default_factory=dict)  # by stage
@@ -62,6 +67,11 @@ class StepState:
     penalties: list[tuple[float, Tensor]] = field(default_factory=list)  # on weights, with a share
     reading: Reading | None = None  # of the losses
     outputs: dict[int, Any] = field(default_factory=dict)  # of a prediction, by micro-batch
+
+    def streamed_targets(self, i: int) -> dict[str, Any]:
+        """The targets of a micro-batch that patches of the last stage read, by name."""
+        loss = self.streamed_losses.get(i)
+        return {} if loss is None else loss.given(self.batch.targets[i])
 
     def read_losses(self) -> Reading:
         """Begin to read the losses so far, unless that was begun."""
@@ -79,6 +89,7 @@ class StepState:
             self.statistics[stage].sums if stage in self.statistics else [],
             shard.allocate_grads() if shard else None,
             chunked=overlaps(weights.plan, stage),
+            late=takes_over(weights.plan, stage),
         )
 
     def finish_reduction(self, stage: int, weights: RankWeights) -> None:

@@ -119,20 +119,25 @@ def prepare(
     key = signature(target)
     if key in known and known[key].opaque(loss):  # which is called as it is, whatever it does
         return known[key]
+    module, traced = record_loss(loss, model, target)
+    fingerprint = fingerprint_of(traced)
+    if key not in known or known[key].fingerprint != fingerprint:
+        known[key] = _laid(module, traced, model, last, draws, fingerprint)
+    return known[key]
+
+
+def record_loss(loss: Loss, model: Record, target: Any) -> tuple[nn.Module, Record]:
+    """A loss as a module, recorded on the model's whole outputs and on targets like this."""
     module = _Compared(loss)
     args = (pytree.tree_map(_whole(model), model.output, is_leaf=is_placeholder), stand_ins(target))
     try:
-        traced = record(module, args, device=model.device)
+        return module, record(module, args, device=model.device)
     except TraceError as error:
         reason = str(error).removeprefix(f"{_Compared.__name__}.forward ").removesuffix(REMEDY)
         advice = PENALTY if "wants a gradient" in reason else PICKED
         raise PlanError(
             f"the model's output is tiled, but the loss {reason.rstrip('. ')}. {advice} {LAST}"
         ) from error
-    fingerprint = _fingerprint(traced)
-    if key not in known or known[key].fingerprint != fingerprint:
-        known[key] = _laid(module, traced, model, last, draws, fingerprint)
-    return known[key]
 
 
 def _whole(model: Record) -> Callable[[Any], Any]:
@@ -148,7 +153,7 @@ def _whole(model: Record) -> Callable[[Any], Any]:
     return stand_in
 
 
-def _fingerprint(traced: Record) -> tuple[Any, ...]:
+def fingerprint_of(traced: Record) -> tuple[Any, ...]:
     """The calls of a recording, and all their arguments."""
     plain = (Ref, Attr, int, float, complex, str, type(None), torch.dtype)
 
@@ -173,7 +178,7 @@ def _laid(
     targets = list(traced.inputs[len(layouts) :])
     entering = {}
     for name in targets:
-        layout = _like(traced.values[name].shape, list(given.values()))
+        layout = layout_of_target(traced.values[name].shape, list(given.values()))
         if layout is not None:
             entering[name] = layout
     try:
@@ -191,7 +196,7 @@ def _laid(
     return TiledLoss(module, traced, laid, targets, fingerprint)
 
 
-def _like(shape: tuple[int, ...], outputs: list[Layout]) -> Layout | None:
+def layout_of_target(shape: tuple[int, ...], outputs: list[Layout]) -> Layout | None:
     """A target's layout: that of an output with the same cells, channels or not."""
     for layout in outputs:
         out, own = layout.shape, layout.own

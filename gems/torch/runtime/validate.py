@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 
 import torch
 
+from gems.distributed.ownership import Ownership
 from gems.errors import PlanError, problems
 from gems.torch.runtime.partitioned_model import PartitionedModel
-from gems.torch.state.ownership import Ownership
 
 
 def reject_misplaced(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gems.geometry.layout import coordinate
-from gems.transport.protocol import EXCHANGES, Link, Transport, Work
+from gems.transport.protocol import EXCHANGES, Transport, Work
 
 Tensor = torch.Tensor
 
@@ -83,17 +83,6 @@ class SpatialGroup:
         for other in others:
             found += other
         return found
-
-
-def neighbours(grid: tuple[int, ...], ranks: tuple[int, ...]) -> list[Link]:
-    """The pairs of ranks whose tiles meet in a side, an edge or a corner, both ways."""
-    cells = [(rank, coordinate(grid, m)) for m, rank in enumerate(ranks)]
-    return [
-        (a, b)
-        for a, at in cells
-        for b, to in cells
-        if a != b and all(abs(i - j) <= 1 for i, j in zip(at, to, strict=True))
-    ]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

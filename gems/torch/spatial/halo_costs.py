@@ -12,7 +12,7 @@ from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
 from gems.model.graph import ITEMSIZE, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
-from gems.torch.spatial.patch_layout import ends, unstreamable
+from gems.torch.spatial.patch_layout import joined, unstreamable
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.trace import Trace
 
@@ -33,6 +33,8 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     exchanges: dict[int, int] = {}
     around: dict[int, list[float]] = defaultdict(lambda: [0.0] * dims)
     reach = streams = len(graph.blocks) if dims > 0 else 0
+    tiled: set[int] = set()
+    joins: dict[int, int] = {}
     for dim in range(dims):
         laid, stop = _two_tiles(traced, model, dim - dims)
         reach = min(reach, reach if stop is None else block_of[stop])
@@ -42,8 +44,11 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             halos[block][dim] += sent
             exchanges[block] = max(exchanges.get(block, 0), int(sent > 0))
             around[block][dim] += read
+            if rule is not None:
+                tiled.add(block)
+            joins[block] = max(joins.get(block, 0), joined(rule))
             if unstreamable(call, rule) is not None:
-                streams = min(streams, block + _ends(laid, at))
+                streams = min(streams, block)
             sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
     blocks = tuple(
         replace(
@@ -55,6 +60,8 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             whole=i >= reach,
             reach=tuple(around[i]),
             streams=i < min(streams, reach),
+            tiled=i in tiled,
+            joins=joins.get(i, 0),
         )
         for i, b in enumerate(graph.blocks)
     )
@@ -82,11 +89,6 @@ def _two_tiles(traced: Trace, model: nn.Module, dim: int) -> tuple[StageLayout, 
         except CallNotTileable as error:
             stop = error.call.name
             calls = calls[: calls.index(error.call)]
-
-
-def _ends(laid: StageLayout, at: int) -> bool:
-    """Whether a stream of patches may end with this call, and so with its block."""
-    return ends(laid.calls[at], laid.rules[at])
 
 
 def _exchanged(laid: StageLayout, at: int) -> tuple[int, float]:

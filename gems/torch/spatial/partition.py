@@ -141,7 +141,7 @@ def lay_out(
             laid = _tiled(record, model, calls, tiled, draws, from_whole=from_whole, gathers=gather)
             break
     assert laid is not None
-    _widen(laid, set(entering), set(given or ()), fused, wanted)
+    widen(laid, set(entering), set(given or ()), fused, wanted)
     return laid
 
 
@@ -272,7 +272,7 @@ def _rule(op: Op) -> Rule:
     return make(op)
 
 
-def _widen(
+def widen(
     laid: StageLayout, entering: set[str], given: set[str], fused: int, wanted: Iterable[str] | None
 ) -> None:
     """What every rank must hold of every value, from the last call to the first."""

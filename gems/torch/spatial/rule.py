@@ -24,6 +24,29 @@ Tensor = torch.Tensor
 OWN = ()  # instead of windows: every rank reads its own cells, wherever the result is wanted
 
 
+@dataclass(frozen=True)
+class Split:
+    """A call in two parts, for tiles that run one after the other: between them, all have run.
+
+    ::
+
+        x ──► part, of each tile ──► summands ──► merged ──► finish, once ──► rest, of each tile
+        │                                                                       ▲
+        └────────────────────── x again, which is stored ───────────────────────┘
+
+    `part(*args)` gives a tuple of summands of the own cells, of these shapes and types: they are
+    added, or with `moments`, merged as counts, means and sums of squares around them.
+    `finish(sums, *args)` has None in place of tiled inputs. It gives the call's results, unless
+    there is a `rest(finished, *args)`, which does; `finished` has the shape of the first summand.
+    """
+
+    sums: tuple[tuple[tuple[int, ...], str], ...]
+    part: Callable[[Tile], Run]
+    finish: Run
+    rest: Callable[[Tile], Run] | None = None
+    moments: bool = False
+
+
 @dataclass
 class Rule:
     """How one call runs on tiles. Results that are not in `outs` are whole: all of them on every
@@ -41,6 +64,7 @@ class Rule:
     additive: bool = False  # the results are sums over the cells of the image
     gathers: str | None = None  # why every rank gathers the inputs and runs all of the call
     in_place: tuple[tuple[str, str], ...] = ()  # tiled values changed in place: before, and after
+    split: Split | None = None  # how tiles run that do not run at the same time
 
 
 MakeRule = Callable[[Op], Rule]

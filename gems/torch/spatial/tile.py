@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class ForwardContext:
 
     saved: SavedTiles | None = None
     deferred: list[Entry] | None = None
+    known: Mapping[str, Tensor] = field(default_factory=dict)  # sums over tiles, in backward
 
 
 @dataclass
@@ -110,6 +111,10 @@ class Tile:
 
         return view
 
+    def known_sums(self) -> Tensor | None:
+        """What this call's summands came to, if they were merged before; see `Split`."""
+        return self.context.known.get(self.call.writes[0])
+
     def nothing(self, *alive: Tensor | None) -> Tensor:
         """The empty result of a rank without cells, through which backward goes all the same."""
         tensors = [t for t in alive if t is not None]
@@ -138,7 +143,8 @@ class Tile:
             change(x) if is_placeholder(x) or isinstance(x, Tensor) else None for x in arguments
         ]
 
-        flat = all(pytree.tree_is_leaf(x, is_leaf=is_placeholder) for x in self.call.args)
+        specs = (pytree.tree_flatten(x, is_leaf=is_placeholder)[1] for x in self.call.args)
+        flat = all(spec.is_leaf() for spec in specs)
         if flat and not self.call.kwargs:  # as most are
 
             def run_flat(*args: Any) -> Any:

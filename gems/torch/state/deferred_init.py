@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import nn
 
+from gems.distributed.key import key
 from gems.errors import PlanError, problems
-from gems.torch.tensors.rng import key
 from gems.torch.tracing.held_weights import remember_replaced, replace_held
 
 Initialize = Callable[[nn.Module], None]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gems.distributed.ownership import Ownership
 from gems.errors import ShapeError, problems
-from gems.torch.state.ownership import Ownership
 from gems.transport.protocol import Transport
 
 

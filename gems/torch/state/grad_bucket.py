@@ -1,14 +1,16 @@
-"""A stage's gradients in one flat tensor per type, so that an all-reduce copies nothing.
+"""A stage's gradients in flat memory, so that an all-reduce copies nothing.
 
-    | gradient | gradient | ... | one flag per gradient | running statistics |
-      chunk 1    chunk 0          the rest
+    | gradient | gradient | ...   | one flag per gradient | running statistics |
+      chunk 1    chunk 0            the rest
 
 Each parameter's gradient starts as zeros in the bucket, and autograd accumulates there. A parameter
 that got no gradient on any rank must end without one, as in plain training: the tensor's version
 tells whether this rank wrote one, and the flags are summed along. Sharded gradients
 (param_shards.py) are in other memory, and have only their flags here.
 
-Chunks are for all-reduces that begin inside backward (overlapped_reduction.py).
+Chunks are for all-reduces that begin inside backward (overlapped_reduction.py). Each has memory of
+its own. Where one backward is all that a step has, it is allocated once the chunk is complete:
+autograd keeps a first gradient where it was computed, which is cheaper than adding it to zeros.
 """
 
 from __future__ import annotations
@@ -28,12 +30,17 @@ CHUNKS = 8  # of a bucket that is reduced while backward runs, if they are of a 
 LEAST, MOST = 1 << 20, 25 << 20  # bytes
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Gradients that are reduced at once: their memory, and which of the bucket's they are."""
+Kind = tuple[torch.dtype, torch.device]
 
-    memory: Tensor
+
+@dataclass
+class Chunk:
+    """Gradients that are reduced at once: which of the bucket's they are, and their memory, once
+    it is allocated."""
+
+    kind: Kind
     indices: tuple[int, ...]
+    memory: Tensor | None = None
 
 
 def laid_like(flat: Tensor, parameter: Tensor) -> Tensor:
@@ -57,91 +64,114 @@ class GradBucket:
         sharded: Mapping[int, Tensor] | None = None,
         *,
         chunked: bool = False,
+        late: bool = False,
     ) -> None:
-        """`sharded` has zeros for the gradients that are not in the bucket, by parameter id."""
+        """`sharded` has zeros for the gradients that are not in the bucket, by parameter id; `late`
+        allocates chunks when they are complete."""
         self.parameters, self.others = list(parameters), list(others)
-        sharded = sharded or {}
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        self.gradients = [(sharded or {}).get(id(p)) for p in self.parameters]
+        inside = [i for i, gradient in enumerate(self.gradients) if gradient is None]
+        early = [i for i in inside if chunked and self.parameters[i].numel()]
+        self.chunks = self._chunks(early)
+        self.begun = 0  # of them
+        self.versions: dict[int, int] = {}  # of gradients when their chunk began
+        for i, gradient in enumerate(self.gradients):
+            if gradient is not None:
+                self._place(i, gradient)
+        for chunk in self.chunks if not late else ():
+            self._allocate(chunk)
+        self._allocate_rest([i for i in inside if i not in {*early}])
+
+    def _allocate_rest(self, indices: Sequence[int]) -> None:
+        """Memory of what is reduced last: these gradients, flags and the other tensors."""
+        sizes: dict[Kind, int] = {}
 
         def reserve(x: Tensor, count: int) -> tuple[Tensor, int, int]:
             start = sizes.get((x.dtype, x.device), 0)
             sizes[x.dtype, x.device] = start + count
             return x, start, count
 
-        gradients = {id(p): reserve(p, p.numel()) for p in self.parameters if id(p) not in sharded}
+        gradients = {i: reserve(self.parameters[i], self.parameters[i].numel()) for i in indices}
         flags = [reserve(p, 1) for p in self.parameters]
-        rest = [reserve(x, x.numel()) for x in self.others]
+        others = [reserve(x, x.numel()) for x in self.others]
         memory = {
-            key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()
+            kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()
         }
-        self.chunks = self._chunks(memory, gradients) if chunked else []
-        self.begun = 0  # of them
-        self.versions: dict[int, int] = {}  # of gradients when their chunk began
-        ends = {key: 0 for key in memory}
-        for x, start, count in gradients.values() if chunked else ():
-            ends[x.dtype, x.device] = start + count
-        self.rest = [memory[key][end:] for key, end in ends.items()]
 
         def part(x: Tensor, start: int, count: int) -> Tensor:
             # `.data`: a version of its own, although all share one memory.
             return memory[x.dtype, x.device][start : start + count].data
 
-        self.gradients = [
-            laid_like(part(*gradients[id(p)]), p) if id(p) in gradients else sharded[id(p)]
-            for p in self.parameters
-        ]
+        for i, at in gradients.items():
+            self._place(i, laid_like(part(*at), self.parameters[i]))
         self.flags = [part(*at) for at in flags]
-        self.sums = [part(*at).view(x.shape) for at, x in zip(rest, others, strict=True)]
-        for p, gradient in zip(self.parameters, self.gradients, strict=True):
-            if p.grad is not None:  # accumulated by earlier calls
-                gradient.copy_(dense(p.grad))
-            p.grad = gradient
+        self.sums = [part(*at).view(x.shape) for at, x in zip(others, self.others, strict=True)]
+        self.rest = list(memory.values())
 
-    def _chunks(
-        self,
-        memory: Mapping[tuple[torch.dtype, torch.device], Tensor],
-        at: Mapping[int, tuple[Tensor, int, int]],
-    ) -> list[Chunk]:
+    def _allocate(self, chunk: Chunk) -> Tensor:
+        """Memory of a chunk, with the gradients that are there."""
+        parameters = [self.parameters[i] for i in chunk.indices]
+        counts = [p.numel() for p in parameters]
+        whole = all(p.grad is not None for p in parameters)
+        make = torch.empty if whole else torch.zeros
+        chunk.memory = make(sum(counts), dtype=chunk.kind[0], device=chunk.kind[1])
+        parts = chunk.memory.split(counts)
+        for i, p, part in zip(chunk.indices, parameters, parts, strict=True):
+            self._place(i, laid_like(part.data, p))
+        return chunk.memory
+
+    def _place(self, index: int, gradient: Tensor) -> None:
+        """Let a parameter have its gradient in this memory."""
+        p = self.parameters[index]
+        if p.grad is not None:
+            gradient.copy_(dense(p.grad))
+        p.grad = self.gradients[index] = gradient
+
+    def _chunks(self, early: Sequence[int]) -> list[Chunk]:
         """In the order in which backward completes them, of one type each."""
-        total = sum(count * x.element_size() for x, _, count in at.values())
+        total = sum(self.parameters[i].nbytes for i in early)
         size = min(max(total // CHUNKS, LEAST), MOST)
         found: list[Chunk] = []
-        waiting: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-
-        def close(key: tuple[torch.dtype, torch.device]) -> None:
-            indices = waiting.pop(key)
-            spans = [at[id(self.parameters[i])] for i in indices]
-            stop = spans[0][1] + spans[0][2]
-            found.append(Chunk(memory[key][spans[-1][1] : stop], tuple(indices)))
-
-        for index in reversed(range(len(self.parameters))):
+        waiting: dict[Kind, list[int]] = {}
+        for index in reversed(early):
             p = self.parameters[index]
-            if id(p) in at and p.numel():
-                key = p.dtype, p.device
-                waiting.setdefault(key, []).append(index)
-                held = sum(self.parameters[i].numel() for i in waiting[key])
-                if held * p.element_size() >= size:
-                    close(key)
-        for key in list(waiting):
-            close(key)
-        return found
+            indices = waiting.setdefault((p.dtype, p.device), [])
+            indices.append(index)
+            if sum(self.parameters[i].nbytes for i in indices) >= size:
+                found.append(Chunk((p.dtype, p.device), tuple(indices)))
+                indices.clear()
+        return found + [Chunk(kind, tuple(left)) for kind, left in waiting.items() if left]
 
     def in_place(self, number: int) -> bool:
-        """Whether all gradients of a chunk are in the bucket: a hook may have replaced one."""
+        """Whether a chunk can begin with the gradients that it has: a hook may have replaced or
+        removed one."""
         chunk = self.chunks[number]
+        if chunk.memory is None:
+            return all(self.parameters[i].grad is not None for i in chunk.indices)
         return all(self.parameters[i].grad is self.gradients[i] for i in chunk.indices)
 
     def begin_chunk(self) -> Tensor:
         """The next chunk, complete, to be all-reduced."""
         chunk = self.chunks[self.begun]
         self.begun += 1
-        self.versions |= {i: self.gradients[i]._version for i in chunk.indices}
-        return chunk.memory
+        memory = self._allocate(chunk) if chunk.memory is None else chunk.memory
+        self.versions |= {i: self._gradient(i)._version for i in chunk.indices}
+        return memory
+
+    def _gradient(self, index: int) -> Tensor:
+        gradient = self.gradients[index]
+        assert gradient is not None, "its chunk has no memory yet"
+        return gradient
 
     def pack(self) -> list[Tensor]:
         """What is left to all-reduce: gradients, flags and the other tensors."""
+        left = [
+            c.memory if c.memory is not None else self._allocate(c)
+            for c in self.chunks[self.begun :]
+        ]
         self.written: list[bool] = []
-        for i, (p, gradient) in enumerate(zip(self.parameters, self.gradients, strict=True)):
+        for i, p in enumerate(self.parameters):
+            gradient = self._gradient(i)
             written = p.grad is not gradient or gradient._version > 0
             if i in self.versions:
                 self._see_unchanged(i)
@@ -151,10 +181,10 @@ class GradBucket:
             self.flags[i].fill_(float(self.written[-1]))
         for x, total in zip(self.others, self.sums, strict=True):
             total.copy_(x)
-        return [*(chunk.memory for chunk in self.chunks[self.begun :]), *self.rest]
+        return [*left, *self.rest]
 
     def _see_unchanged(self, index: int) -> None:
-        p, gradient = self.parameters[index], self.gradients[index]
+        p, gradient = self.parameters[index], self._gradient(index)
         if p.grad is not gradient or gradient._version != self.versions[index]:
             raise GemsError(
                 f"the gradient of a weight of shape {tuple(p.shape)} changed after its all-reduce "
@@ -170,6 +200,6 @@ class GradBucket:
         unsure = [i for i, written in enumerate(self.written) if not written]
         flags = torch.cat([self.flags[i] for i in unsure]).tolist() if unsure else []
         absent = {i for i, flag in zip(unsure, flags, strict=True) if not flag}
-        for i, (p, gradient) in enumerate(zip(self.parameters, self.gradients, strict=True)):
-            p.grad = None if i in absent else gradient
+        for i, p in enumerate(self.parameters):
+            p.grad = None if i in absent else self.gradients[i]
         return self.sums

@@ -22,6 +22,7 @@ have a reference to, are released tensors meanwhile, which raise (released.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,12 +118,16 @@ class StageShard:
             for leaked in self.leaked:
                 leaked.release([*self.parameters.values(), *shards], self.why)
 
-    def clone_views(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    def clone_views(self, results: dict[str, Any]) -> dict[str, Any]:
         """The results of a stage, which outlive its weights: those that are views are cloned."""
         if not self.reshards:
             return results
         weights = {storage_of(flat.weights) for flat in self.flats}
-        return {n: t.clone() if storage_of(t) in weights else t for n, t in results.items()}
+        tensors = {n for n, x in results.items() if isinstance(x, Tensor)}  # others are in a store
+        return {
+            n: x.clone() if n in tensors and storage_of(x) in weights else x
+            for n, x in results.items()
+        }
 
     @property
     def why(self) -> str:

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from gems.distributed.ownership import Ownership
 from gems.plans.plan import Plan
 from gems.predict.timeline import Memory
 from gems.torch.offload.stores import Store
 from gems.torch.state.deferred_init import DeferredInit
 from gems.torch.state.flat_params import ParamShard
-from gems.torch.state.ownership import Ownership
 from gems.torch.state.param_shards import StageShard
 from gems.torch.state.sparse_gradients import square_norm
+from gems.torch.tensors.released import form_of
 from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Transport, Work
 
@@ -220,10 +221,12 @@ class RankWeights:
         return Memory(weights=weights, gradients=gradients, optimizer=here, offloaded=away)
 
     def optimizer_state(self) -> list[Tensor]:
-        """The tensors of the optimizers' state, wherever they are stored."""
+        """The tensors of the optimizers' state, wherever they are stored; offloaded ones, which
+        are asked after each action, without the class that guards them."""
         # Lists: a concurrent optimizer step may be adding entries.
         state = [entry for own in self.optimizers for entry in list(own.state.values())]
-        return [x for entry in state for x in list(entry.values()) if isinstance(x, Tensor)]
+        found = [x for entry in state for x in list(entry.values()) if isinstance(x, Tensor)]
+        return [form_of(x) for x in found]
 
 
 def size(tensors: Sequence[Tensor]) -> int:

@@ -6,7 +6,6 @@ with the whole tensor draws there.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gems.distributed.key import key
 from gems.geometry.box import Box
 
 Tensor = torch.Tensor
@@ -28,12 +28,6 @@ REMEMBERED = 64  # boxes whose places are kept; each takes a small part of a ten
 LOW = (1 << 24) - 1  # the bits of a hash that are looked at
 
 _lock = threading.Lock()  # ranks that are threads share torch's generator
-
-
-def key(*parts: object) -> int:
-    """A 63-bit number that is different for different parts, everywhere the same."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ BACKWARD = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Modules that run as they are: all of `torch.nn` but its containers, and compiled code."""
-    if isinstance(module, torch.jit.ScriptModule):
+    """Modules that run as they are: all of `torch.nn` but its containers, compiled code, and those
+    that are marked so."""
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "runs_as_it_is", False):
         return True
     container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
     return type(module).__module__.startswith("torch.nn") and not container

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from gems.errors import TraceError
 from gems.model.graph import Block, Graph
 from gems.torch.tracing.calls import Attr, Call, Record, Ref, is_placeholder
+from gems.torch.tracing.keras_module import is_keras, keras_module
 from gems.torch.tracing.record import record
 
 
@@ -32,6 +33,8 @@ class Trace:
 
 def as_module(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, tuple[str, ...]]:
     """The model as one module, and the children to take whole if it came as a list of stages."""
+    if is_keras(model):
+        return keras_module(model), ()
     if isinstance(model, nn.Module):
         return model, ()
     stages = list(model)

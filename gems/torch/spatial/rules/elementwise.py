@@ -34,6 +34,8 @@ def pointwise(op: Op, work: Callable[[Tile], Run] | None = None) -> Rule:
 
     `work` makes what to call on them, if it is not the recorded call itself.
     """
+    if not op.call.writes:  # it changes a buffer, of which every rank has the whole
+        raise NotTileable("changes a whole tensor in place by a tiled one")
     shape = op.shape(op.call.writes[0])
     leading = _leading(op, shape)
     dims = tuple(d + len(shape) - len(leading.shape) for d in leading.dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ from gems.geometry.box import Box
 from gems.geometry.layout import Layout
 from gems.torch.spatial.group import AllReduce
 from gems.torch.spatial.op import NotTileable, Op, Run
-from gems.torch.spatial.rule import Rule, rule, same
+from gems.torch.spatial.rule import Rule, Split, rule, same
 from gems.torch.spatial.rules.elementwise import part_of, pointwise
 from gems.torch.spatial.rules.reductions import all_reduced
 from gems.torch.spatial.tile import Tile
@@ -49,39 +50,82 @@ def cross_entropy(op: Op) -> Rule:
     if a["reduction"] == "none":
         return _each_pixel(op, x, target, layout)
     likely = op.name.startswith("nll") or isinstance(op.module, nn.NLLLoss)
+    return _Entropy(op, x, target, a["reduction"], soft, likely).rule()
 
-    def bind(tile: Tile) -> Run:
-        with_halo, target_with_halo = tile.with_halo(x), tile.with_halo(target)
-        empty = tile.own(x.name).empty
-        kind = getattr(torch, op.values[op.out].dtype)
+
+@dataclass(frozen=True)
+class _Entropy:
+    """A cross-entropy that gives one number."""
+
+    op: Op
+    x: Any
+    target: Any
+    reduction: str
+    soft: bool
+    likely: bool
+
+    def rule(self) -> Rule:
+        kind = self.op.values[self.op.out].dtype
+        split = Split((((), kind), ((), "float64")), self._part, self._finish)
+        return all_reduced(self.op, self._bind, split=split)
+
+    def _bind(self, tile: Tile) -> Run:
+        sums = self._sums(tile)
 
         def work(a: dict[str, Any]) -> Tensor:
+            part, heavy = sums(a)
+            found = AllReduce.apply(part, tile.group)
+            return self._of(found, heavy if heavy is None else tile.group.all_reduce(heavy))
+
+        return tile.named(_cross_entropy, work, *CROSS_ENTROPY)
+
+    def _part(self, tile: Tile) -> Run:
+        sums = self._sums(tile)
+
+        def summands(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            part, heavy = sums(a)
+            return part, torch.zeros_like(part).double() if heavy is None else heavy
+
+        return tile.named(_cross_entropy, summands, *CROSS_ENTROPY)
+
+    def _finish(self, sums: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return self._of(*sums).to(sums[0].dtype)
+
+    def _of(self, losses: Tensor, heavy: Tensor | None) -> Tensor:
+        """The result, of the sums over all cells."""
+        if self.reduction == "sum":
+            return losses
+        shape = self.op.shape(self.x)
+        return losses / (shape[0] * prod(shape[2:]) if self.soft else heavy)  # type: ignore
+
+    def _sums(self, tile: Tile) -> Callable[[dict[str, Any]], tuple[Tensor, Tensor | None]]:
+        """Over own cells: the losses, and the weight of those that count if that is not known."""
+        with_halo, target_with_halo = tile.with_halo(self.x), tile.with_halo(self.target)
+        empty = tile.own(self.x.name).empty
+        kind = getattr(torch, self.op.values[self.op.out].dtype)
+
+        def sums(a: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
             t, y, weight = with_halo(a["input"]), target_with_halo(a["target"]), a["weight"]
             options = {"weight": weight, "ignore_index": a["ignore_index"], "reduction": "sum"}
             if empty:
                 part = 0 * t.sum()
-            elif likely:
+            elif self.likely:
                 part = F.nll_loss(t, y, **options)
             else:
                 smooth = a.get("label_smoothing", 0.0)
                 part = F.cross_entropy(t, y, **options, label_smoothing=smooth)
             # A rank without cells has not been through autocast: all must send the same type.
-            found = AllReduce.apply(part.to(kind), tile.group)
-            if a["reduction"] == "sum":
-                return found
-            if soft:
-                return found / (layout.shape[0] * prod(layout.shape[2:]))
+            if self.soft or self.reduction == "sum":
+                return part.to(kind), None
             counted = y != a["ignore_index"]
             if weight is None:
                 heavy = counted.sum()
             else:
                 heavy = torch.where(counted, weight[torch.where(counted, y, 0)], 0.0).sum()
             # Counted exactly: bfloat16 knows no 257.
-            return found / tile.group.all_reduce(heavy.detach().to(torch.float64))
+            return part.to(kind), heavy.detach().to(torch.float64)
 
-        return tile.named(_cross_entropy, work, *CROSS_ENTROPY)
-
-    return all_reduced(op, bind)
+        return sums
 
 
 def _each_pixel(op: Op, x: Ref, target: Ref, layout: Layout) -> Rule:
@@ -153,7 +197,7 @@ def elementwise(op: Op) -> Rule:
 
         return tile.mapped(work, change)
 
-    return all_reduced(op, bind)
+    return all_reduced(op, bind, additive=True)
 
 
 def _each_cell(tile: Tile) -> Run:

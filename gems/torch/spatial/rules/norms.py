@@ -13,7 +13,7 @@ gradient of the statistics themselves enters at own cells only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -24,87 +24,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gems.geometry.box import Box
-from gems.torch.spatial.group import AllReduce, SpatialGroup
-from gems.torch.spatial.op import NotTileable, Op, Run
-from gems.torch.spatial.rule import Rule, one_input, rule, unchanged
+from gems.torch.spatial.group import AllReduce
+from gems.torch.spatial.moments import (
+    Moments,
+    NormTile,
+    SharedMoments,
+    Sharing,
+    Standardise,
+    every,
+    rows,
+    statistics,
+)
+from gems.torch.spatial.op import NotTileable, Op, Run, named
+from gems.torch.spatial.rule import Rule, Split, one_input, rule, unchanged
 from gems.torch.spatial.tile import Tile
 from gems.torch.tensors.memory_format import formatted_like
 from gems.torch.tensors.strides import packed
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """Which channels of which samples share their statistics: one channel of all samples
-    (BatchNorm), or one of `count` groups of channels of one sample (GroupNorm, InstanceNorm)."""
-
-    samples: int
-    channels: int
-    count: int  # groups per sample, or 0: per channel over all samples
-
-    def spread(self, x: Tensor) -> Tensor:
-        """A number per group, for every (sample, channel): flat."""
-        if not self.count:
-            return x.repeat(self.samples)
-        return x.repeat_interleave(self.channels // self.count)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Numbers per (sample, channel), summed over each group."""
-        if not self.count:
-            return x.view(self.samples, self.channels).sum(0)
-        return x.view(self.samples * self.count, -1).sum(1)
-
-
-@dataclass(frozen=True)
-class NormTile:
-    """A rank's tile of a norm's input: its own cells, and how many cells every member has."""
-
-    group: SpatialGroup
-    sharing: Sharing
-    inner: tuple[slice, ...] | None  # own cells in the local tensor; None: all of it
-    counts: tuple[int, ...]  # cells per group of each member
-
-    @property
-    def cells(self) -> int:
-        return sum(self.counts)
-
-
-def statistics(x: Tensor, tile: NormTile) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per group, over the own cells of all members."""
-    rows = tile.group.all_gather(torch.stack(_moments(x, tile)))
-    total, mean, square = 0, torch.zeros_like(rows[0][0]), torch.zeros_like(rows[0][0])
-    for count, (other, spread) in zip(tile.counts, rows, strict=True):
-        if not count:
-            continue
-        total += count
-        apart = other - mean
-        mean = mean + apart * (count / total)
-        square = square + spread + apart * apart * (count * (total - count) / total)
-    return mean, square / tile.cells
-
-
-def _moments(x: Tensor, tile: NormTile) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squares around it, per group, over this rank's own cells."""
-    sharing, count = tile.sharing, tile.counts[tile.group.me]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if not count:
-        size = sharing.samples * sharing.count if sharing.count else sharing.channels
-        nothing = torch.zeros(size, dtype=wide, device=x.device)
-        return nothing, nothing
-    rows = sharing.samples * (sharing.count or sharing.channels)
-    inner = (x if tile.inner is None else x[tile.inner]).to(wide)
-    inner = inner.reshape(1, rows, -1).contiguous()
-    # Of ATen's kernels the quickest that gives both, three times as fast as BatchNorm's own.
-    _, mean, invert = torch.ops.aten.native_group_norm(
-        inner, None, None, 1, rows, inner.numel() // rows, rows, 0.0
-    )
-    mean, square = mean.view(-1), invert.view(-1) ** -2 * (inner.numel() // rows)
-    if sharing.count:
-        return mean, square
-    mean, square = mean.view(sharing.samples, -1), square.view(sharing.samples, -1)
-    middle = mean.mean(0)
-    return middle, square.sum(0) + ((mean - middle) ** 2).sum(0) * (count / sharing.samples)
 
 
 class Normalise(torch.autograd.Function):
@@ -122,8 +59,8 @@ class Normalise(torch.autograd.Function):
         if not x.numel():
             return torch.empty_like(x)
         y = F.batch_norm(
-            _rows(x), sharing.spread(mean), sharing.spread(variance), _every(weight, sharing),
-            _every(bias, sharing), False, 0.0, eps,
+            rows(x), sharing.spread(mean), sharing.spread(variance), every(weight, sharing),
+            every(bias, sharing), False, 0.0, eps,
         )  # fmt: skip
         y = y.resize_(x.shape)  # not a view, so that it may be changed in place
         return formatted_like(y, x)
@@ -138,12 +75,12 @@ class Normalise(torch.autograd.Function):
             tile.group.all_reduce(torch.zeros_like(torch.stack((mean, mean))))
             none = None if weight is None else torch.zeros_like(weight)
             return torch.zeros_like(x), none, none if ctx.biased else None, None, None, None, None
-        w = _every(weight, sharing)
+        w = every(weight, sharing)
         if w is None:
             w = sharing.spread(torch.ones_like(mean))
         # Per (sample, channel): dw = sum of g (x - mean) / deviation, db = sum of g.
         _, dw, db = torch.ops.aten.native_batch_norm_backward(
-            _rows(g), _rows(x), w, sharing.spread(mean), sharing.spread(variance), None, None,
+            rows(g), rows(x), w, sharing.spread(mean), sharing.spread(variance), None, None,
             False, ctx.eps, [False, True, True],
         )  # fmt: skip
         grad_weight = None if weight is None else dw.view(sharing.samples, -1).sum(0)
@@ -164,23 +101,14 @@ def _combined(
     here = tile.inner is None
     zero, one = torch.zeros_like(scale), torch.ones_like(scale)
     bias = spread(shift) if here else zero
-    dx = F.batch_norm(_rows(g), zero, one, scale, bias, False, 0.0, 0.0)  # scale g + bias
+    dx = F.batch_norm(rows(g), zero, one, scale, bias, False, 0.0, 0.0)  # scale g + bias
     dx = dx.resize_(x.shape)
-    rows = (*x.shape[:2], *(1,) * (x.dim() - 2))
+    columns = (*x.shape[:2], *(1,) * (x.dim() - 2))
     inner = ... if here else tile.inner
-    own = dx[inner].addcmul_(x[inner], spread(slope).view(rows).to(x.dtype))
+    own = dx[inner].addcmul_(x[inner], spread(slope).view(columns).to(x.dtype))
     if not here:
-        own.add_(spread(shift).view(rows).to(x.dtype))
+        own.add_(spread(shift).view(columns).to(x.dtype))
     return dx
-
-
-def _rows(x: Tensor) -> Tensor:
-    """All channels of all samples side by side: (1, N C, cells)."""
-    return x.reshape(1, x.shape[0] * x.shape[1], -1)
-
-
-def _every(x: Tensor | None, sharing: Sharing) -> Tensor | None:
-    return None if x is None else x.repeat(sharing.samples)
 
 
 # --- the rules ----------------------------------------------------------------------------------
@@ -205,28 +133,13 @@ def batch_norm(op: Op) -> Rule:
     if not training:
         return unchanged(op, a["input"])
 
-    def work(a: dict[str, Any], x: Tensor, tile: NormTile) -> Tensor:
-        mean, variance = _taken(x, tile)
+    def remember(a: dict[str, Any], mean: Tensor, variance: Tensor, cells: int) -> None:
         if op.module is not None:
-            _remember(op.module, mean, variance, tile.cells)
+            _remember(op.module, mean, variance, cells)
         elif a["running_mean"] is not None:
-            _average(a["running_mean"], a["running_var"], mean, variance, tile.cells, a["momentum"])
-        return _normalised(x, a, mean, variance, tile)
+            _average(a["running_mean"], a["running_var"], mean, variance, cells, a["momentum"])
 
-    return normalised(op, a["input"], 0, _batch_norm, BATCH_NORM, work)
-
-
-def _taken(x: Tensor, tile: NormTile) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        return statistics(x, tile)
-
-
-def _normalised(
-    x: Tensor, a: dict[str, Any], mean: Tensor, variance: Tensor, tile: NormTile
-) -> Tensor:
-    return Normalise.apply(  # type: ignore[no-any-return]
-        x, a["weight"], a["bias"], mean, variance, a["eps"], tile
-    )
+    return normalised(op, a["input"], 0, _batch_norm, BATCH_NORM, remember)
 
 
 def _remember(module: Any, mean: Tensor, variance: Tensor, cells: int) -> None:
@@ -261,11 +174,7 @@ GROUP_NORM = ("num_groups", "weight", "bias", "eps")
 @rule(("group_norm",), (nn.GroupNorm,))
 def group_norm(op: Op) -> Rule:
     a = op.named(_group_norm, GROUP_NORM)
-
-    def work(a: dict[str, Any], x: Tensor, tile: NormTile) -> Tensor:
-        return _normalised(x, a, *_taken(x, tile), tile)
-
-    return normalised(op, a["input"], a["num_groups"], _group_norm, GROUP_NORM, work)
+    return normalised(op, a["input"], a["num_groups"], _group_norm, GROUP_NORM)
 
 
 def _instance_norm(
@@ -287,29 +196,36 @@ def instance_norm(op: Op) -> Rule:
         raise NotTileable("keeps running statistics by itself; use nn.InstanceNorm")
     channels = op.shape(a["input"])[1]
 
-    def work(a: dict[str, Any], x: Tensor, tile: NormTile) -> Tensor:
-        mean, variance = _taken(x, tile)
+    def remember(a: dict[str, Any], mean: Tensor, variance: Tensor, cells: int) -> None:
         if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
-            _remember_instances(module, mean, variance, tile)
-        return _normalised(x, a, mean, variance, tile)
+            _remember_instances(module, mean, variance, cells, channels)
 
-    return normalised(op, a["input"], channels, _instance_norm, BATCH_NORM, work)
+    return normalised(op, a["input"], channels, _instance_norm, BATCH_NORM, remember)
 
 
-def _remember_instances(module: Any, mean: Tensor, variance: Tensor, tile: NormTile) -> None:
+def _remember_instances(
+    module: Any, mean: Tensor, variance: Tensor, cells: int, channels: int
+) -> None:
     """The running averages of instance norm take the mean over the samples."""
     if module.momentum is None or module.running_mean is None:
         return
-    mean, variance = (t.view(-1, tile.sharing.channels).mean(0) for t in (mean, variance))
+    mean, variance = (t.view(-1, channels).mean(0) for t in (mean, variance))
     running = (module.running_mean, module.running_var)
-    _average(*running, mean, variance, tile.cells, module.momentum)
+    _average(*running, mean, variance, cells, module.momentum)
+
+
+def _forget(a: dict[str, Any], mean: Tensor, variance: Tensor, cells: int) -> None:
+    """Of most norms nothing is kept."""
+
+
+Remember = Callable[[dict[str, Any], Tensor, Tensor, int], None]
 
 
 def normalised(
-    op: Op, x: Any, groups: int, stub: Run, attributes: Sequence[str],
-    work: Callable[[dict[str, Any], Tensor, NormTile], Tensor],
-) -> Rule:  # fmt: skip
-    """A norm over samples or groups of channels. Whole samples on one rank need no exchange."""
+    op: Op, x: Any, groups: int, stub: Run, attributes: Sequence[str], remember: Remember = _forget
+) -> Rule:
+    """A norm over samples or groups of channels. Whole samples on one rank need no exchange.
+    `remember` is given the arguments, means, variances and the number of cells, once."""
     layout = op.primary(x)
     if groups and 0 in layout.dims and getattr(op.module, "track_running_stats", False):
         raise NotTileable("keeps running statistics of samples that several ranks have")
@@ -324,12 +240,60 @@ def normalised(
 
         def run(a: dict[str, Any]) -> Tensor:
             # Autocast takes some norms in float32, as the recording shows.
-            return work(a, packed(with_halo(a["input"]).to(dtype)), here)
+            t = packed(with_halo(a["input"]).to(dtype))
+            with torch.no_grad():
+                mean, variance = statistics(t, here)
+            remember(a, mean, variance, here.cells)
+            return Normalise.apply(  # type: ignore[no-any-return]
+                t, a["weight"], a["bias"], mean, variance, a["eps"], here
+            )
 
         return tile.named(stub, run, *attributes)
 
     samples, channels = layout.shape[:2]
-    return replace(one_input(op, x, bind), sums=2 * (samples * groups or channels))
+    split = None if 0 in layout.dims else _split(op, x, groups, stub, attributes, remember)
+    sums = 2 * (samples * groups or channels)
+    return replace(one_input(op, x, bind), sums=sums, split=split)
+
+
+def _split(
+    op: Op, x: Any, groups: int, stub: Run, attributes: Sequence[str], remember: Remember
+) -> Split:
+    """Moments of each tile; running statistics; then each tile, given the moments of all."""
+    dtype = getattr(torch, op.values[op.out].dtype)
+    shape = op.shape(x)
+    shared = SharedMoments(Sharing(shape[0], shape[1], groups))
+    cells = prod(shape) // shared.size
+
+    def part(tile: Tile) -> Run:
+        with_halo, arguments = tile.with_halo(x), tile.named(stub, dict, *attributes)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Tensor]:
+            t = packed(with_halo(arguments(*args, **kwargs)["input"]).to(dtype))
+            return (Moments.apply(t, shared, tile.known_sums()),)
+
+        return run
+
+    def finish(sums: tuple[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        (moments,) = sums
+        with torch.no_grad():
+            a = named(stub, op.module, attributes, args, kwargs)
+            remember(a, moments[1], moments[2] / cells, cells)
+        return moments
+
+    def rest(tile: Tile) -> Run:
+        with_halo, arguments = tile.with_halo(x), tile.named(stub, dict, *attributes)
+
+        def run(moments: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            a = arguments(*args, **kwargs)
+            t = packed(with_halo(a["input"]).to(dtype))
+            return Standardise.apply(  # type: ignore[no-any-return]
+                t, moments, a["weight"], a["bias"], a["eps"], shared.sharing
+            )
+
+        return run
+
+    return Split((((3, shared.size), "float64"),), part, finish, rest, moments=True)
 
 
 def _norm_tile(tile: Tile, name: str, at: Box, groups: int) -> NormTile:
@@ -390,4 +354,41 @@ def layer_norm(op: Op) -> Rule:
 
         return tile.named(_layer_norm, work, *LAYER_NORM)
 
-    return replace(one_input(op, x, bind), sums=2 * prod(layout.shape[:first]))
+    made = replace(one_input(op, x, bind), sums=2 * prod(layout.shape[:first]))
+    return replace(made, split=_split_layer_norm(op, x, first))
+
+
+def _split_layer_norm(op: Op, x: Any, first: int) -> Split:
+    """Each row of cells is normalised as a sample of one channel."""
+    count = prod(op.shape(x)[:first])
+    shared = SharedMoments(Sharing(count, 1, 1))
+    dtype = getattr(torch, op.values[op.out].dtype)
+
+    def part(tile: Tile) -> Run:
+        with_halo, arguments = tile.with_halo(x), tile.named(_layer_norm, dict, *LAYER_NORM)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Tensor]:
+            t = with_halo(arguments(*args, **kwargs)["input"]).to(dtype)
+            return (Moments.apply(t.reshape(count, 1, -1), shared, tile.known_sums()),)
+
+        return run
+
+    def rest(tile: Tile) -> Run:
+        with_halo, arguments = tile.with_halo(x), tile.named(_layer_norm, dict, *LAYER_NORM)
+        here = tuple(tile.wanted(x.name).slices()[first:])
+
+        def run(moments: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            a = arguments(*args, **kwargs)
+            t = with_halo(a["input"]).to(dtype)
+            lines = t.reshape(count, 1, -1)
+            y = Standardise.apply(lines, moments, None, None, a["eps"], shared.sharing)
+            y = y.view(t.shape)
+            y = y if a["weight"] is None else y * a["weight"][here]
+            return y if a["bias"] is None else y + a["bias"][here]
+
+        return run
+
+    def finish(sums: tuple[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return sums[0]
+
+    return Split((((3, count), "float64"),), part, finish, rest, moments=True)

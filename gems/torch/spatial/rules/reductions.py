@@ -19,18 +19,22 @@ import torch.nn.functional as F
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout
 from gems.torch.spatial.group import AllReduce, SpatialGroup
+from gems.torch.spatial.moments import Moments
 from gems.torch.spatial.op import NotTileable, Op, Run
-from gems.torch.spatial.rule import OWN, Rule, rule, unchanged
+from gems.torch.spatial.rule import OWN, Rule, Split, rule, unchanged
 from gems.torch.spatial.rules.elementwise import pointwise
 from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
 
 
-def all_reduced(op: Op, bind: Callable[[Tile], Run], *, additive: bool = False) -> Rule:
+def all_reduced(
+    op: Op, bind: Callable[[Tile], Run], *, additive: bool = False, split: Split | None = None
+) -> Rule:
     """Every rank brings its own cells of each tiled input; the results are whole."""
     whole = sum(prod(op.shape(name)) for name in op.call.writes)
-    return Rule({}, dict.fromkeys(op.tiled, OWN), bind, sums=whole, additive=additive)
+    windows = dict.fromkeys(op.tiled, OWN)
+    return Rule({}, windows, bind, sums=whole, additive=additive, split=split)
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,21 @@ def partial_reduction(
 Work = Callable[[Tensor, PartialReduction, dict[str, Any]], Any]
 
 
+@dataclass(frozen=True)
+class InTwo:
+    """A reduction in two parts (rule.py, `Split`): `work` gives the summand of a tile's own cells,
+    with all dims, and `finish` makes the results of their sum."""
+
+    work: Callable[[Tensor, PartialReduction, Tensor | None], Tensor]
+    finish: Callable[[Tensor], Any]
+    dtype: str
+    moments: bool = False
+
+
 def along(
-    op: Op, stub: Run, a: dict[str, Any], dim: Any, work: Work, *, additive: bool = False
-) -> Rule:
+    op: Op, stub: Run, a: dict[str, Any], dim: Any, work: Work, *, additive: bool = False,
+    in_two: InTwo | None = None,
+) -> Rule:  # fmt: skip
     """`work` on a rank's own cells if a tiled dim is among `dim`; its results have all dims."""
     x, layout = a["input"], op.primary(a["input"])
     rank, keep = len(layout.shape), bool(a["keepdim"])
@@ -105,7 +121,25 @@ def along(
         with_halo, left = tile.with_halo(x), partial_reduction(tile, x.name, layout, dims)
         return tile.named(stub, lambda a: shaped(work(with_halo(a["input"]), left, a)))
 
-    return all_reduced(op, bind, additive=additive)
+    def part(tile: Tile) -> Run:
+        with_halo, left = tile.with_halo(x), partial_reduction(tile, x.name, layout, dims)
+
+        def summand(a: dict[str, Any]) -> tuple[Tensor]:
+            assert in_two is not None
+            return (in_two.work(with_halo(a["input"]), left, tile.known_sums()),)
+
+        return tile.named(stub, summand)
+
+    def finish(sums: tuple[Tensor], *args: Any, **kwargs: Any) -> Any:
+        assert in_two is not None
+        return shaped(in_two.finish(sums[0]))
+
+    split = None
+    if in_two is not None:
+        size = tuple(1 if d in dims else n for d, n in enumerate(layout.shape))
+        size = (3, *size) if in_two.moments else size
+        split = Split(((size, in_two.dtype),), part, finish, moments=in_two.moments)
+    return all_reduced(op, bind, additive=additive, split=split)
 
 
 # --- sums and means -------------------------------------------------------------------------------
@@ -130,7 +164,7 @@ def total(op: Op) -> Rule:
         return y / _cells(op, x, left) if op.name == "mean" else y
 
     dim = a["dim"] if a["axis"] is None else a["axis"]
-    return along(op, _reduce, a, dim, work, additive=op.values[op.out].grad)
+    return along(op, _reduce, a, dim, work, additive=True)
 
 
 def _variance(
@@ -152,11 +186,43 @@ def variance(op: Op) -> Rule:
     def work(t: Tensor, left: PartialReduction, a: dict[str, Any]) -> Any:
         cells = _cells(op, x, left)
         mean = left.sum(t) / cells
-        y = left.sum((t - mean[left.here]) ** 2) / max(cells - less, 0)
+        return finished(left.sum((t - mean[left.here]) ** 2), mean, cells)
+
+    def finished(square: Tensor, mean: Tensor, cells: int) -> Any:
+        y = square / max(cells - less, 0)
         y = _root(y) if op.name.startswith("std") else y
         return (y, mean) if op.name.endswith("mean") else y
 
-    return along(op, _variance, a, dim, work)
+    def part(t: Tensor, left: PartialReduction, known: Tensor | None) -> Tensor:
+        return Moments.apply(t, ReducedMoments(left), known)  # type: ignore[no-any-return]
+
+    def finish(moments: Tensor) -> Any:
+        kind, rank = getattr(torch, op.values[op.call.writes[0]].dtype), len(op.shape(x))
+        chosen = range(rank) if dim is None else (dim,) if isinstance(dim, int) else dim
+        cells = prod(op.shape(x)[d] for d in {d % rank for d in chosen} or range(rank))
+        return finished(moments[2].to(kind), moments[1].to(kind), cells)
+
+    in_two = InTwo(part, finish, "float64", moments=True)
+    return along(op, _variance, a, dim, work, in_two=in_two)
+
+
+@dataclass(frozen=True)
+class ReducedMoments:
+    """The moments of a tile along some dims; where the tile has no cells, of nothing."""
+
+    left: PartialReduction
+
+    def measure(self, x: Tensor) -> Tensor:
+        dims = self.left.dims
+        wide = x.double()
+        count = max(prod(x.shape[d] for d in dims), 1)
+        mean = wide.sum(dims, keepdim=True) / count
+        square = ((wide - mean) ** 2).sum(dims, keepdim=True)
+        cells = torch.full_like(mean, prod(x.shape[d] for d in dims))
+        return torch.stack([self.left.padded(t) for t in (cells, mean, square)])
+
+    def spread(self, numbers: Tensor, x: Tensor) -> Tensor:
+        return numbers[self.left.here].to(x.dtype)
 
 
 def _root(x: Tensor) -> Tensor:
@@ -201,7 +267,15 @@ def _p_norm(op: Op, stub: Run, a: dict[str, Any], order: Any) -> Rule:
     def work(t: Tensor, left: PartialReduction, a: dict[str, Any]) -> Tensor:
         return left.sum(t.abs()) if order == 1 else _root(left.sum(t * t))
 
-    return along(op, stub, a, a["dim"], work)
+    def part(t: Tensor, left: PartialReduction, known: Tensor | None) -> Tensor:
+        powers = t.abs() if order == 1 else t * t
+        return left.padded(powers.sum(left.dims, keepdim=True))
+
+    def finish(total: Tensor) -> Tensor:
+        return total if order == 1 else _root(total)
+
+    in_two = InTwo(part, finish, op.values[op.out].dtype)
+    return along(op, stub, a, a["dim"], work, in_two=in_two)
 
 
 # --- maxima ---------------------------------------------------------------------------------------

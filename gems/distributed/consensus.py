@@ -1,6 +1,6 @@
 """All ranks agree on what they are about to do, or each of them learns which rank differs.
 
-Every call that takes all ranks (a step, a prediction, a checkpoint) begins with one all-reduce of a
+Every call that takes all ranks (a step, a prediction, a checkpoint) begins with one exchange of a
 small table: each rank fills in its own row of hashes, and reads those of all others.
 
            call   progress   model   settings   batch
@@ -19,12 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from gems.distributed.key import key
 from gems.errors import GemsError, PeerError, ShapeError
-from gems.torch.tensors.rng import key
-from gems.transport.protocol import Transport
-from gems.transport.torch_distributed import SAME
+from gems.transport.protocol import SAME, Transport
 
 Facts = Mapping[str, Any]  # what is compared, by what people call it; printable
 
@@ -62,11 +59,8 @@ def agree(transport: Transport, claim: Claim) -> None:
     """Raise, on every rank, if any rank's claim differs."""
     if transport.world == 1:
         return
-    row = claim.row()
-    table = torch.zeros(transport.world, len(row), dtype=torch.int64)
-    table[transport.rank] = torch.tensor(row)
-    transport.all_reduce(table.view(-1), tuple(range(transport.world))).wait()
-    if bool((table == table[0]).all()):
+    table = transport.all_gather_numbers(claim.row())
+    if all(row == table[0] for row in table):
         return
     raise difference(transport.all_gather_object(claim.contents()), transport.rank)
 

@@ -1,0 +1,1 @@
+"""Running the stages of one rank on TensorFlow: forward, backward, recomputation, messages."""

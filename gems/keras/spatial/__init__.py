@@ -1,0 +1,1 @@
+"""Stages of Keras models on tiles: layouts, halos, the local graph of one rank."""

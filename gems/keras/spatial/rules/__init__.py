@@ -1,0 +1,1 @@
+"""Layer rules, one file per kind of op."""

@@ -1,0 +1,1 @@
+"""Weights of one rank: which it has, gradients to reduce, running statistics."""

@@ -1,0 +1,1 @@
+"""From a Keras model to a graph: recording, blocks, what backward saves, costs."""

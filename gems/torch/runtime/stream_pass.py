@@ -1,0 +1,344 @@
+"""One micro-batch on its way through a streamed stage, forward and back.
+
+Backward takes the sweeps in reverse. The gradient of a value is summed in one place, by all sweeps
+that read it, before the sweep that made it. Whole calls keep their small graph in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+
+from gems.geometry.box import Box
+from gems.model.graph import ITEMSIZE
+from gems.torch.autograd.saved_tensors import Saved, unpacked
+from gems.torch.autograd.split_backward import receive
+from gems.torch.offload.stored_value import StoredValue
+from gems.torch.runtime.stream_code import StreamCode, inside
+from gems.torch.runtime.sweep import Patch, Swept
+from gems.torch.spatial.halo_exchange import HaloExchange
+from gems.torch.spatial.moments import merged
+from gems.torch.tensors.storage import storage_of
+
+Tensor = torch.Tensor
+Later = Callable[[], Tensor]
+
+
+class Pass:
+    """Values, while they are needed; then their gradients."""
+
+    def __init__(self, stream: StreamCode, inputs: Sequence[Any], saves: bool) -> None:
+        self.stream, self.saves = stream, saves
+        self.values: dict[str, Any] = dict(zip(stream.inputs, inputs, strict=True))
+        self.given = dict(self.values)
+        self.boxes = dict(stream.frames)  # as the values are now: with their halos, once exchanged
+        self.saved: dict[str, Saved | StoredValue] = {}  # what sweeps read
+        self.graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # of whole calls
+        self.known: dict[str, Tensor] = {}  # moments of the whole image
+        self.sums: dict[str, Any] = {}  # gradients so far
+
+    # --- forward --------------------------------------------------------------------------------
+
+    def forward(self) -> dict[str, Any]:
+        stream = self.stream
+        outputs = {n: self.values[n] for n in stream.outputs if n in self.values}
+        for at in range(len(stream.swept)):
+            for name, x in (*self._run_whole(at).items(), *self._sweep(at).items()):
+                if name in stream.outputs:
+                    outputs[name] = x
+            for name in stream.last_use[at]:
+                self.values.pop(name, None)
+        if self.saves:
+            tensors = [x for x in map(_tensor, self.saved.values()) if x is not None]
+            stream.bytes = sum({storage_of(x): x.nbytes for x in tensors if x.numel()}.values())
+        self.values.clear()
+        self.given = {n: x for n, x in self.given.items() if n in stream.own and self.saves}
+        return {n: x if isinstance(x, StoredValue) else x.detach() for n, x in outputs.items()}
+
+    def _run_whole(self, at: int) -> dict[str, Tensor]:
+        """The whole calls before a sweep, with a graph of their own."""
+        stream, program = self.stream, self.stream.whole[at]
+        leaves: dict[str, Tensor] = {}
+        for name in program.inputs:
+            x = stream.begin(name, self.values[name], None, None)().detach()
+            wants = self.saves and stream.values[name].grad and x.is_floating_point()
+            leaves[name] = x.requires_grad_() if wants else x
+        with torch.set_grad_enabled(self.saves):
+            given = [x.clone() for x in leaves.values()]  # a leaf may not be changed in place
+            results = dict(zip(program.outputs, program.run(*given), strict=True))
+        self.graphs.append((leaves, results) if self.saves else ({}, {}))
+        found = {name: x.detach() for name, x in results.items()}
+        self.values.update(found)
+        return found
+
+    def _sweep(self, at: int) -> dict[str, Any]:
+        stream, swept = self.stream, self.stream.swept[at]
+        if not swept.outputs:
+            return {}
+        if self.saves:
+            self._save(swept.inputs)
+        made = {name: stream.empty(name) for name in swept.outputs}
+
+        def write(name: str, box: Box, part: Tensor) -> None:
+            x = made[name]
+            if isinstance(x, StoredValue):
+                x.write(inside(box, x.frame), part)
+            else:
+                x[inside(box, stream.frames[name]).slices()] = part
+
+        swept.forward(self._begin, write, made)
+        self._join(made)
+        for name, x in made.items():
+            self.values[name] = self._with_halo(name, x)
+            if name in stream.layout.moments:
+                self.known[name] = x
+        return made
+
+    def _with_halo(self, name: str, x: Any) -> Any:
+        """A value with what this rank's patches read of other tiles."""
+        if isinstance(x, StoredValue):
+            x.settle()
+        if name not in self.stream.exchanges:
+            return x
+        exchange, self.boxes[name] = self.stream.exchanges[name]
+        if not isinstance(x, StoredValue):
+            return exchange.assemble(x, exchange.start(x).wait())
+        own = self.stream.frames[name]
+        halos = exchange.start(_Window(x, own)).wait()  # type: ignore[arg-type]
+        for box, halo in zip(exchange.received, halos, strict=True):
+            x.write(box, halo)
+        x.settle()
+        return x
+
+    def _join(self, made: dict[str, Any]) -> None:
+        """What sums up over the image, over all tiles."""
+        if (group := self.stream.group) is None:
+            return
+        for name in made:
+            if name in self.stream.layout.moments:
+                made[name] = reduce(merged, group.all_gather(made[name])).clone()
+            elif name in self.stream.layout.added:
+                made[name] = group.all_reduce(made[name])
+
+    def _save(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self.stream.own or name in self.saved:
+                continue
+            x = self.values[name]
+            stored = isinstance(x, StoredValue)
+            self.saved[name] = x if stored else self.stream.saved.pack(x.detach(), x._version)
+
+    def _begin(self, name: str, box: Box | None) -> Later:
+        return self.stream.begin(name, self.values[name], box, self.boxes.get(name))
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def backward(
+        self, arrived: dict[str, Tensor], in_store: Mapping[str, list[StoredValue]],
+        wanted: Sequence[bool],
+    ) -> dict[str, Any]:  # fmt: skip
+        """From the gradients of outputs, of which some are in a store, to those of inputs."""
+        stream = self.stream
+        self.arrived, self.in_store = arrived, dict(in_store)
+        self.wants = {n for n, wants in zip(stream.inputs, wanted, strict=True) if wants}
+        inner = stream.values.keys() - set(stream.inputs)
+        self.wants |= {n for n in inner | stream.stored if stream.values[n].grad}
+        self.values = dict(self.given)
+        self.freed, stream.temporary = 0, 0
+        for at in reversed(range(len(stream.swept))):
+            self._sweep_back(at)
+            self._whole_back(at)
+        for name, g in self.arrived.items():
+            if name in stream.inputs:  # an output that is an input
+                self._add(name, g)
+        found, self.sums = self.sums, {}
+        return {name: g for name, g in found.items() if name in stream.inputs}
+
+    def _sweep_back(self, at: int) -> None:
+        stream, swept = self.stream, self.stream.swept[at]
+        gradients = self._gradients(swept.outputs)
+        if gradients:
+            for name in swept.inputs:
+                if name in self.saved and name not in self.values:
+                    x = self.saved[name]
+                    self.values[name] = x if isinstance(x, StoredValue) else unpacked(x)
+
+            def gradient(name: str, box: Box | None) -> Later:
+                return lambda: reduce(torch.add, (_box_of(*g, box) for g in gradients[name]))
+
+            received = [self.values[n] for n in swept.inputs if n not in stream.own]
+            tensors = [x for x in received if isinstance(x, Tensor)]
+            uncounted = stream.weights | {storage_of(x) for x in tensors}
+            most = swept.backward(
+                self._begin, self._receive, gradient, gradients.keys(), self.known, stream.around,
+                uncounted, lambda patch, following: self._boxes(swept, patch, following),
+            )  # fmt: skip
+            held = [g for parts in gradients.values() for g, _ in parts]
+            held += [*self.sums.values(), *self.arrived.values()]
+            size = sum(x.nbytes for x in held if isinstance(x, Tensor)) + most - self.freed
+            stream.temporary = max(stream.temporary, size)
+        earlier = {n for sweep in stream.swept[:at] for n in sweep.inputs}
+        for name in set(swept.inputs) - earlier:
+            self.values.pop(name, None)
+            saved = self.saved.pop(name, None)
+            if saved is not None and name not in stream.inputs and name not in stream.stored:
+                self.freed += saved.nbytes
+
+    def _boxes(self, swept: Swept, patch: Patch, following: Patch | None) -> int:
+        """Bytes of boxes of stored values beside what a patch saves: of what was begun for the next
+        patch, of sums that are added to, and of gradients."""
+
+        def size(name: str, box: Box | None) -> int:
+            return 0 if box is None else prod(box.shape) * ITEMSIZE[self.stream.values[name].dtype]
+
+        stored = [n for n in swept.inputs if n in self.stream.stored]
+        found = sum(size(n, patch.reads[n]) for n in stored if n in self.wants)
+        found += sum(size(n, following.reads[n]) for n in stored) if following else 0
+        made = [n for n in patch.parts if n in self.stream.stored and n in self.wants]
+        return found + sum(size(n, patch.parts[n][0]) for n in made)
+
+    def _gradients(self, names: Sequence[str]) -> dict[str, list[tuple[Any, Box | None]]]:
+        """Those of what a sweep made, of all that read it, on all ranks: parts that are summed box
+        by box, with the box of each that is here."""
+        stream = self.stream
+        found: dict[str, list[tuple[Any, Box | None]]] = {}
+        if stream.group is not None:
+            names = self._anywhere(names)
+        for name in names:
+            if name in stream.stored:
+                if (g := self._stored_gradient(name)) is not None:
+                    found[name] = [(g, g.frame)]
+                found.setdefault(name, []).extend((g, g.frame) for g in self.in_store.pop(name, ()))
+                if not found[name]:
+                    del found[name]
+                continue
+            if name in stream.layout.added:
+                total = self._total(name)
+                total = total if stream.group is None else self._all_reduced(name, total)
+            else:
+                if name in stream.exchanges:
+                    self.sums[name] = self._returned(name, self.sums.pop(name, None))
+                total = self._total(name)
+            if total is not None:
+                found[name] = [(total, stream.frames.get(name))]
+        return found
+
+    def _anywhere(self, names: Sequence[str]) -> list[str]:
+        """Those that have a gradient on any rank of the group: all do the same."""
+        group, stream = self.stream.group, self.stream
+        assert group is not None
+        if not (names := [n for n in names if n in self.wants]):
+            return []
+        have = [float(n in self.sums or n in self.arrived or n in self.in_store) for n in names]
+        counts = group.all_reduce(torch.tensor(have, device=stream.device)).tolist()
+        return [name for name, count in zip(names, counts, strict=True) if count]
+
+    def _all_reduced(self, name: str, g: Tensor | None) -> Tensor:
+        """The gradient of a sum over all ranks."""
+        group = self.stream.group
+        assert group is not None
+        return group.all_reduce(torch.zeros_like(self.stream.empty(name)) if g is None else g)
+
+    def _returned(self, name: str, g: Tensor | None) -> Tensor:
+        """A gradient with that of halos, at their owners."""
+        exchange, _ = self.stream.exchanges[name]
+        if g is None:
+            dtype = getattr(torch, self.stream.values[name].dtype)
+            g = torch.zeros(exchange.frame, dtype=dtype, device=self.stream.device)
+        return exchange.adjoint(g)
+
+    def _stored_gradient(self, name: str) -> StoredValue | None:
+        """The same of one in a store."""
+        stream, g = self.stream, self.sums.pop(name, None)
+        if name in stream.exchanges:
+            exchange, _ = stream.exchanges[name]
+            g = stream.empty(name) if g is None else g
+            g.settle()
+            _return_halos(exchange, g, stream.frames[name])
+        if g is not None:
+            g.settle()
+        return g
+
+    def _total(self, name: str) -> Tensor | None:
+        """What sweeps summed of a gradient, with what another stage sent."""
+        mine, theirs = self.sums.pop(name, None), self.arrived.pop(name, None)
+        if mine is None or theirs is None:
+            return theirs if mine is None else mine
+        return mine.add_(theirs)
+
+    def _whole_back(self, at: int) -> None:
+        leaves, results = self.graphs.pop()
+        pairs = []
+        for name, x in results.items():
+            g = self._total(name)
+            if g is not None and x.requires_grad:
+                pairs.append((x, g))
+        if not pairs:
+            return
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        for name, x in leaves.items():
+            if x.grad is not None:
+                self._add(name, x.grad)
+
+    def _receive(self, name: str, box: Box | None, x: Tensor) -> Tensor:
+        """What a patch reads, with a gradient that is summed if it is wanted."""
+        if name not in self.wants:
+            return x
+        whole = self.values[name]
+        if not isinstance(whole, StoredValue):
+            return receive(x, lambda gradient: self._add(name, gradient, box))
+        if name not in self.sums:
+            self.sums[name] = whole.values.like(whole)
+        total: StoredValue = self.sums[name]
+        so_far = total.begin(None if box is None else inside(box, total.frame))
+        return receive(x, lambda gradient: total.add(so_far, gradient))
+
+    def _add(self, name: str, gradient: Tensor, box: Box | None = None) -> None:
+        """Sum a gradient of a value, or of a box of it."""
+        if name not in self.sums:
+            like = self.values[name] if isinstance(self.values.get(name), Tensor) else gradient
+            self.sums[name] = torch.zeros_like(like)
+        where = ... if box is None else inside(box, self.boxes[name]).slices()
+        self.sums[name][where] += gradient
+
+
+class _Window:
+    """The tile in a stored value that has its halo as well, for an exchange to read boxes of."""
+
+    def __init__(self, x: StoredValue, own: Box) -> None:
+        self.x, self.own = x, inside(own, x.frame)
+        self.device, self.dtype = x.values.device, x.dtype
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        box = Box(tuple(s.start for s in where), tuple(s.stop for s in where))
+        return self.x.begin(box.shift(self.own.start)).finish()
+
+
+def _return_halos(exchange: HaloExchange, g: StoredValue, own: Box) -> None:
+    """Send the gradient of halos to their owners, and add what they send of this tile."""
+    window = _Window(g, own)
+    halos = [g.begin(box).finish() for box in exchange.received]
+    pending = exchange.start_backward(window, halos)  # type: ignore[arg-type]
+    boxes = [box for group, _ in pending.arriving for box in group]
+    for box, part in zip(boxes, pending.wait(), strict=True):
+        here = box.shift(window.own.start)
+        g.add(g.begin(here), part)
+
+
+def _box_of(g: Any, frame: Box | None, box: Box | None) -> Tensor:
+    here = None if box is None or frame is None else inside(box, frame)
+    if isinstance(g, StoredValue):
+        return g.begin(here).finish()
+    return g if here is None else g[here.slices()]  # type: ignore[no-any-return]
+
+
+def _tensor(saved: Any) -> Tensor | None:
+    """The memory that is saved on the device, if any."""
+    return saved if isinstance(saved, Tensor) else getattr(saved, "tensor", None)

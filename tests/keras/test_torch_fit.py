@@ -1,0 +1,3 @@
+"""`gems.keras.distribute` with Keras on torch: see fit_cases.py."""
+
+from tests.keras.fit_cases import *  # noqa: F403
