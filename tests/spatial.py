@@ -21,12 +21,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gems.distributed.members import Traffic
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, even
 from gems.torch.autograd.saved_tensors import SavedTensors
 from gems.torch.runtime.codegen import write
 from gems.torch.runtime.streaming import Stream
-from gems.torch.spatial.group import SpatialGroup, Traffic
+from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.partition import StageLayout, lay_out
 from gems.torch.spatial.patch_layout import lay_out_patches
 from gems.torch.spatial.saved_tiles import SavedTiles

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,6 +16,7 @@ import tensorflow as tf
 from gems import hardware
 from gems.distributed.consensus import attempt
 from gems.distributed.interrupt import Interrupt
+from gems.distributed.usable import Usable
 from gems.engine.executor import Engine
 from gems.engine.measured import Measured
 from gems.errors import GemsError, ShapeError
@@ -35,8 +36,6 @@ from gems.predict.timeline import Timeline, merged
 from gems.schedule.action import Schedule
 from gems.transport.protocol import Transport
 
-Own = TypeVar("Own", bound="DistributedModel")
-
 
 @dataclass(frozen=True)
 class BatchResult:
@@ -47,7 +46,7 @@ class BatchResult:
     interrupted: bool = False
 
 
-class DistributedModel:
+class DistributedModel(Usable):
     """The part of `Session` that needs no gradients. The arguments are Session's."""
 
     state: StepState  # of the last batch that began
@@ -270,25 +269,6 @@ class DistributedModel:
         return 0 if self.last is None else self.last.peak.total
 
     # --- the end --------------------------------------------------------------------------------
-
-    def reject_unusable(self) -> None:
-        """Raise if this was closed, or a call failed in a way that this cannot go on from."""
-        if self.closed:
-            raise GemsError("this session was closed, and has left the other ranks; make another")
-        if self.failed is not None:
-            raise GemsError(
-                "this session has failed in the middle of a step, and its state is not that of any "
-                f"step ({type(self.failed).__name__}: {self.failed}); make a new one, and load the "
-                "last checkpoint"
-            ) from self.failed
-
-    def __enter__(self: Own) -> Own:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self.transport.fail(error)  # others may be in the middle of something
-        self.close()
 
     def close(self) -> None:
         """Leave the other ranks; those that still need this one raise PeerError."""

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from gems.distributed.consensus import (
-    Claim,
-    agree,
-    agree_on_failure,
-    difference,
-    reject_failed,
-)
+from gems.distributed.consensus import Claim, agree, agree_on_failure
+from gems.distributed.handshake import Comparisons
 from gems.distributed.key import key
 from gems.keras import fingerprint
 from gems.keras.runtime.microbatch import Batch, describe, split
@@ -33,30 +28,19 @@ class Compared(Protocol):
     steps: int
 
 
-class Handshake:
-    """The comparisons of one session."""
+class Handshake(Comparisons):
+    """Those of one session."""
 
     def __init__(self, session: Compared) -> None:
         self.session, self.transport = session, session.transport
 
     def start(self, model: int, sample: str) -> None:
-        """Before anything depends on it. A rank that failed meets the others here, too."""
         session = self.session
-        plan = f"#{key(str(session.schedule), session.plan):x}"
-        settings = {"plan": plan, "sample": sample}
-        claim = Claim("Session", model=model, settings=settings)
-        claims = self.transport.all_gather_object(claim.contents())
-        reject_failed(claims)
-        if any(claim != claims[0] for claim in claims):
-            raise difference(claims, self.transport.rank)
-
-    def call(self, name: str, **facts: Any) -> None:
-        """All ranks must make this call."""
-        agree(self.transport, Claim(name, progress=self._progress(), settings=facts))
+        self.begin("Session", model, session.plan, session.schedule, sample=sample)
 
     def batch(self, call: str, given: Given, begin: Callable[[Batch], None]) -> Batch:
-        """Split a batch and begin it. All ranks must be about to
-        do the same; otherwise messages would not fit, or mix what does not belong together."""
+        """Split a batch and begin it. All ranks must be about to do the same; otherwise
+        messages would not fit, or mix what does not belong together."""
         session = self.session
         try:
             batch = split(*given, session.plan.total)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from gems import hardware as machines
 from gems.distributed.agree import on_all_ranks
 from gems.distributed.consensus import attempt
 from gems.distributed.interrupt import Interrupt
+from gems.distributed.usable import Usable
 from gems.engine.executor import Engine
 from gems.engine.measured import Measured
 from gems.errors import GemsError, PlanError, ShapeError
@@ -55,12 +56,12 @@ from gems.torch.tracing.trace import as_module
 from gems.transport.protocol import Transport
 
 log = logging.getLogger(__name__)
-Own = TypeVar("Own", bound="DistributedModel")
 
 
-class DistributedModel:
+class DistributedModel(Usable):
     """The part of `Session` that needs no gradients. The arguments are Session's."""
 
+    name = "trainer"
     machine: machines.Machine
 
     def __init__(
@@ -327,23 +328,6 @@ class DistributedModel:
         return self.gpu.peak()
 
     # --- the end --------------------------------------------------------------------------------
-
-    def reject_unusable(self) -> None:
-        """Raise if a call failed in a way that this cannot go on from."""
-        if self.failed is not None:
-            raise GemsError(
-                "this trainer has failed in the middle of a step, and its state is not that of any "
-                f"step ({type(self.failed).__name__}: {self.failed}); make a new one, and load the "
-                "last checkpoint"
-            ) from self.failed
-
-    def __enter__(self: Own) -> Own:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self.transport.fail(error)  # others may be in the middle of something
-        self.close()
 
     def close(self) -> None:
         """Leave the other ranks; those that still need this one raise PeerError. A process group

@@ -8,14 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from gems.distributed.consensus import (
-    Claim,
-    agree,
-    agree_on_failure,
-    difference,
-    listed,
-    reject_failed,
-)
+from gems.distributed.consensus import Claim, agree, agree_on_failure, listed
+from gems.distributed.handshake import Comparisons
 from gems.distributed.key import key
 from gems.errors import PeerError, ShapeError, TraceError
 from gems.plans.plan import Plan
@@ -54,17 +48,15 @@ class Compared(Protocol):
     window: int
 
 
-class Handshake:
-    """The comparisons of one session."""
+class Handshake(Comparisons):
+    """Those of one session."""
 
     def __init__(self, session: Compared) -> None:
         self.session, self.transport = session, session.transport
 
     def start(self, model: int, sample: Any) -> None:
-        """Before anything depends on it. A rank that failed meets the others here, too."""
         session = self.session
         same = {
-            "plan": f"#{key(str(session.schedule), session.plan):x}",
             "sample": describe(sample),
             "seed": session.seed,
             "precision": session.precision,
@@ -76,15 +68,7 @@ class Handshake:
             "loss": named(session.loss),
             "regularizer": named(session.regularizer),
         }
-        claim = Claim("Trainer", model=model, settings=same)
-        claims = self.transport.all_gather_object(claim.contents())
-        reject_failed(claims)
-        if any(claim != claims[0] for claim in claims):
-            raise difference(claims, self.transport.rank)
-
-    def call(self, name: str, **facts: Any) -> None:
-        """All ranks must make this call."""
-        agree(self.transport, Claim(name, progress=self._progress(), settings=facts))
+        self.begin("Trainer", model, session.plan, session.schedule, **same)
 
     def batch(self, call: str, inputs: Any, targets: Any, begin: Callable[[Batch], None]) -> Batch:
         """Split a batch and begin it. All ranks must be about to do the same; otherwise messages

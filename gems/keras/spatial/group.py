@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from gems.geometry.layout import coordinate
+from gems.distributed.members import Members
 from gems.keras.arrays import bytes_of, empty, tensor_of
-from gems.transport.protocol import EXCHANGES, Transport
+from gems.transport.protocol import EXCHANGES
 
 
-@dataclass
-class Traffic:
-    """What this rank has sent inside stages: messages and bytes to each other member."""
-
-    messages: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class SpatialGroup:
-    """The ranks of one stage, row-major over the grid; this rank is member number `me`."""
-
-    grid: tuple[int, ...]
-    ranks: tuple[int, ...]
-    me: int
-    transport: Transport
-    traffic: Traffic = field(default_factory=Traffic)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's row, column, ... of the grid."""
-        return coordinate(self.grid, self.me)
-
-    @cached_property
-    def sorted(self) -> tuple[int, ...]:
-        """The ranks as the transport knows the group."""
-        return tuple(sorted(self.ranks))
+class SpatialGroup(Members):
+    """The members of a stage on tiles, and their collectives."""
 
     def exchange(
         self, sends: Mapping[int, Any], receives: Mapping[int, int], dtype: Any

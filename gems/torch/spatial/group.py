@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from gems.geometry.layout import coordinate
-from gems.transport.protocol import EXCHANGES, Transport, Work
+from gems.distributed.members import Members
+from gems.transport.protocol import EXCHANGES, Work
 
 Tensor = torch.Tensor
 
 
-@dataclass
-class Traffic:
-    """What this rank has sent inside stages since the counters were last cleared: messages and
-    bytes to each other member. One operation of the transport may be several messages: an exchange
-    has one per neighbour, an all-gather one per member."""
-
-    messages: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class SpatialGroup:
-    """The ranks of one stage, row-major over the grid; this rank is member number `me`."""
-
-    grid: tuple[int, ...]
-    ranks: tuple[int, ...]
-    me: int
-    transport: Transport
-    traffic: Traffic = field(default_factory=Traffic)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @cached_property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's row, column, ... of the grid."""
-        return coordinate(self.grid, self.me)
+class SpatialGroup(Members):
+    """The members of a stage on tiles, and their collectives."""
 
     def exchange(
         self, parts: Mapping[int, Sequence[Tensor]], counts: Mapping[int, int], like: Tensor
@@ -59,11 +31,6 @@ class SpatialGroup:
         self.traffic.bytes += sum(flat.numel() for flat, _ in sends)
         handle = self.transport.exchange(sends, receives, self.sorted)
         return {m: buffer.view(like.dtype) for m, buffer in received.items()}, handle
-
-    @cached_property
-    def sorted(self) -> tuple[int, ...]:
-        """The ranks as the transport knows the group."""
-        return tuple(sorted(self.ranks))
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all members, which have one shape: the same bits on every rank."""
