@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tempfile
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -388,6 +390,19 @@ def test_python_state_that_changes_in_forward_is_refused_and_left_as_it_was(how:
     with pytest.raises(TraceError, match=r"draw with torch|register_buffer|depend on the first"):
         trace(model, SAMPLE)
     assert counts.calls == 0 and counts.seen == [] and not hasattr(counts, "state")
+
+
+class MakesFiles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        other = threading.Thread(target=random.random)  # a rank of another test, say
+        other.start()
+        other.join()
+        with tempfile.NamedTemporaryFile():  # its name is drawn, from a generator of tempfile's own
+            return x * 2
+
+
+def test_draws_of_other_threads_and_of_the_library_are_not_taken_for_the_models() -> None:
+    assert_exact(nn.Sequential(nn.Linear(6, 4), MakesFiles(), nn.Linear(4, 5)).double(), ONE)
 
 
 class Looks(nn.Module):

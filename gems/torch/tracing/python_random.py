@@ -10,6 +10,10 @@ from typing import Any
 
 from gems.errors import TraceError
 
+# The generator of the module's functions. Others are not a model's but, say, that of tempfile's
+# names.
+SHARED = getattr(random.random, "__self__", None)
+
 
 @contextmanager
 def reject_python_random(make: Callable[[], Any], args: Any, kwargs: Any) -> Iterator[None]:
@@ -65,7 +69,7 @@ def _watch(drawn: list[str]) -> Callable[[Any, str, Any], None]:
         if event != "c_call":
             return
         name = getattr(arg, "__name__", "")
-        if isinstance(getattr(arg, "__self__", None), random.Random) and "state" not in name:
+        if getattr(arg, "__self__", None) is SHARED and "state" not in name:
             drawn.append(f"random.{name}, at {frame.f_code.co_filename}:{frame.f_lineno}")
 
     return profile
