@@ -9,6 +9,7 @@ patches of each, a store and ranks. Its number decides all of that. More of them
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from torch import nn
 
 import gems
 from gems.cli.main import main
-from gems.errors import PlanError
+from gems.errors import GemsError, PlanError
 from gems.files import from_json
 from gems.geometry.box import Box, tiles
 from gems.model.graph import Value
@@ -98,6 +99,43 @@ def test_generated_boxes_come_back_as_they_were_written_and_summed(number: int, 
     stored.settle()
     del stored
     assert values.used == 0, "a value that nobody has gives its space back"
+
+
+class Interrupted:
+    """A store in which a garbage collection comes while a slot is made. What is written fails."""
+
+    used = 0
+
+    def slot(self, size: int) -> Interrupted:
+        gc.collect()
+        self.used += 1
+        return self
+
+    def write(self, tensor: Tensor, start: int) -> Interrupted:
+        return self
+
+    def wait(self) -> None:
+        raise GemsError("the disk is full")
+
+    def free(self) -> None:
+        self.used -= 1
+
+
+def test_a_value_that_the_garbage_collector_frees_anywhere_gives_its_space_back() -> None:
+    """Story: its finaliser took the lock under which a slot is made, on the same thread."""
+    values = ValueStore(Interrupted(), CPU)  # type: ignore[arg-type]
+    value = Value("x", (1, 2, 4, 4), (32, 16, 4, 1), "float32", True)
+
+    def dropped() -> None:
+        x = values.make(value, (2, 3), (1, 1))
+        x.write(Box.whole(x.shape), torch.zeros(x.shape))
+        cycle: list[object] = [x]
+        cycle.append(cycle)
+
+    dropped()
+    assert values.used == 1
+    kept = values.make(value, (2, 3), (1, 1))
+    assert values.used == 1, kept
 
 
 # --- networks, trained ----------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -40,9 +42,12 @@ class ValueStore:
     def __init__(self, store: Store, device: torch.device) -> None:
         self.store, self.device = store, device
         self.lock = threading.Lock()
+        self.given_up: deque[tuple[Slot, list[_Write]]] = deque()
 
     @property
     def used(self) -> int:
+        with self.lock:
+            self._free()
         return self.store.used
 
     def make(
@@ -58,13 +63,22 @@ class ValueStore:
 
     def slot(self, size: int) -> Slot:
         with self.lock:
+            self._free()
             return self.store.slot(size)
 
-    def free(self, slot: Slot, pending: list[_Write]) -> None:
-        """Nobody can ask for it any more; what is still being written is of no use."""
-        for write in pending:
-            write.work.wait()
-        with self.lock:
+    def give_up(self, slot: Slot, pending: list[_Write]) -> None:
+        """Nobody can ask for it any more. A garbage collection may come in the middle of anything,
+        on any thread, so that this takes no lock and waits for nothing."""
+        self.given_up.append((slot, pending))
+
+    def _free(self) -> None:
+        """Take back the space that was given up; what is still being written there is of no use,
+        nor why it failed."""
+        while self.given_up:
+            slot, pending = self.given_up.popleft()
+            for write in pending:
+                with suppress(Exception):
+                    write.work.wait()
             slot.free()
 
 
@@ -120,7 +134,7 @@ class StoredValue:
         self.nbytes = at
         self.slot = values.slot(at)
         self.pending: list[_Write] = []
-        weakref.finalize(self, values.free, self.slot, self.pending).atexit = False
+        weakref.finalize(self, values.give_up, self.slot, self.pending).atexit = False
 
     def __repr__(self) -> str:
         return f"StoredValue({self.value.name}, {self.shape}, {self.value.dtype})"
