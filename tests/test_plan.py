@@ -284,7 +284,8 @@ MISTAKES = [
         "local_dp=2 slices the stages after the spatial ones, but all 1 are spatial; leave one",
     ),
     (dict(stages=2, spatial=4, halo="d3"), "halo 'd3' is unknown; choose one of d1, d2"),
-    (dict(stages=2, halo="d2"), "halo='d2' belongs to spatial stages; give spatial, or leave it"),
+    (dict(stages=2, halo="d2"), "halo='d2' belongs to spatial stages that do not stream; leave it"),
+    (dict(spatial="1x2", stream="2x2", halo="d2"), "halo='d2' belongs to spatial stages that do"),
     (
         dict(stages=2, spatial=4, halo="d2", fused_layers=-1),
         "fused_layers is -1; give 1 or more, or leave it out",

@@ -155,7 +155,7 @@ def halo_problems(halo: str, fused_layers: int, *, spatial: bool) -> Iterable[st
     if halo not in HALOS:
         yield f"halo {halo!r} is unknown; choose one of {', '.join(HALOS)}"
     elif halo != "d1" and not spatial:
-        yield f"halo={halo!r} belongs to spatial stages; give spatial, or leave it out"
+        yield f"halo={halo!r} belongs to spatial stages that do not stream; leave it out"
     if fused_layers < 0:
         yield f"fused_layers is {fused_layers}; give 1 or more, or leave it out"
     if fused_layers > 0 and halo == "d1":

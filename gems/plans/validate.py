@@ -89,7 +89,8 @@ def plan_problems(plan: PlanFields) -> Iterable[str]:
     yield from _asynchronous_problems(plan)
     tiles = tiles_of(plan.spatial)
     yield from tile_problems(tiles, plan.depth, plan.local_dp)
-    yield from halo_problems(plan.halo, plan.fused_layers, spatial=bool(tiles))
+    exchanging = len(tiles) > len(tiles_of(plan.stream))  # halos: streamed stages read theirs
+    yield from halo_problems(plan.halo, plan.fused_layers, spatial=exchanging)
     yield from recompute_problems(plan.recompute, plan.depth)
     yield from stream_problems(
         tiles_of(plan.stream), plan.grids[: plan.depth], plan.recompute, plan.local_dp
