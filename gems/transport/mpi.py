@@ -119,6 +119,7 @@ class Mpi:
         self.channels = {SUMS: self.messages, STORED: stored}
         # All ranks are there: what failed before is over.
         _open[:] = [*(other for other in _open if other.failed is None), self]
+        _unread[:] = [*(board for board in _unread if not board.is_over()), self.board]
 
     def prepare(
         self,
@@ -359,7 +360,7 @@ class Mpi:
             return
         self.closed = True
         self.noticed.set()
-        self.heartbeat.end(CLOSED)
+        self._leave(CLOSED)
         if self.failed is None:  # else what is in flight still uses them
             _open.remove(self)
             with self.library.lock:
@@ -375,9 +376,13 @@ class Mpi:
         """The process ends without having closed the transport; others may wait for it."""
         if not self.closed and os.getpid() == self.pid:  # a fork is not the rank
             raised = getattr(sys, "last_value", None)
-            self.heartbeat.end(ENDED, "" if raised is None else in_short(raised))
+            self._leave(ENDED, "" if raised is None else in_short(raised))
             if raised is not None:
                 self.failed = self.failed or raised
+
+    def _leave(self, state: str, why: str = "") -> None:
+        self.heartbeat.end(state, why)
+        self.board.write(self.heartbeat.own.text())  # if its thread had no time to
 
 
 def _duplicate(transport: Mpi, comm: Any) -> Any:
@@ -428,6 +433,7 @@ def _next_tag(MPI: Any, comm: Any) -> int:
 
 
 _open: list[Mpi] = []  # and the last that has failed
+_unread: list[MessageBoard] = []  # of transports that were closed, too
 
 
 @atexit.register
@@ -445,6 +451,8 @@ def _at_exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         failed[-1].MPI.COMM_WORLD.Abort(1)
+    while not all([board.is_over() for board in _unread]):  # [Note: nothing is left unread]
+        sleep(LOOK)  # as MPI would wait for all ranks
     end_library()
 
 
