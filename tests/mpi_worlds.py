@@ -59,11 +59,19 @@ def environment(library: str, **more: str) -> dict[str, str]:
     return clean | SETTINGS[library] | paths | more
 
 
+def module(library: str) -> dict[str, str]:
+    """What a cluster's module of the library sets, for ranks that its mpirun does not start."""
+    if library == "MPICH":
+        return SETTINGS[library]
+    prefix = {"OPAL_PREFIX": str(BIN.parent), "LD_LIBRARY_PATH": str(BIN.parent / "lib")}
+    return SETTINGS[library] | prefix
+
+
 ALONE = 10.0  # seconds that an mpirun without ranks is waited for
 
 
 def mpirun(
-    library: str, ranks: int, *command: object, seconds: float = 110, **more: str
+    library: str, ranks: int, *command: object, seconds: float = 280, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """A script of tests/scripts, or any command, on so many ranks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from gems.cli.main import main
 from gems.cli.ranks import free_port
 from gems.files import to_json
 from gems.plans.plan import Plan
+from tests.mpi_worlds import each_library, module
 from tests.rank_server import SCRIPTS, RankServer, places
 
 ROOT = SCRIPTS.parent.parent
@@ -97,30 +99,38 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     if why := missing():
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("slurm")
+    with (tmp_path_factory.getbasetemp().parent / "slurm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time, whatever other workers of pytest do
+        yield from started(folder)
+
+
+def started(folder: Path) -> Iterator[Command]:
     script = str(SCRIPTS / "slurm.sh")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI", "OMPI"))}
     clean |= {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
     clean |= {"PATH": f"{clean['PATH']}:/usr/sbin", "OMP_NUM_THREADS": "1"}
     ports = [str(free_port()), str(free_port())]
-    started = subprocess.run(
+    start = subprocess.run(
         ["sh", script, "start", str(folder), *ports], capture_output=True, text=True, env=clean
     )
-    if started.returncode:
-        pytest.skip(f"Slurm does not start here: {started.stderr[-600:]}")
+    if start.returncode:
+        pytest.skip(f"Slurm does not start here: {start.stderr[-600:]}")
 
-    def run(*command: str) -> str:
+    def run(*command: str, **more: str) -> str:
         done = subprocess.run(
-            command, cwd=folder, env=clean, capture_output=True, text=True, timeout=60
+            command, cwd=folder, env=clean | more, capture_output=True, text=True, timeout=150
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    yield run
-    subprocess.run(["scancel", "--user=root"], env=clean)
-    subprocess.run(["sh", script, "stop", str(folder)], env=clean)
+    try:
+        yield run
+    finally:
+        subprocess.run(["scancel", "--user=root"], env=clean)
+        subprocess.run(["sh", script, "stop", str(folder)], env=clean)
 
 
-def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 100) -> None:
+def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 180) -> None:
     late = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < late, told()
@@ -133,7 +143,7 @@ def soon(slurm: Command, number: str) -> None:
     slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_that_is_preempted_and_out_of_time_goes_on_bit_for_bit(
     slurm: Command, rank_server: RankServer, tmp_path: Path
 ) -> None:
@@ -178,3 +188,22 @@ def whole(rank_server: RankServer, tmp_path: Path) -> list[Any]:
     ends = rank_server.run(command, places(2), tmp_path, 60.0)
     assert [code for code, _ in ends] == [0, 0]
     return [json.loads((tmp_path / f"{rank}.out").read_text()) for rank in range(2)]
+
+
+# --- ranks of MPI under srun ----------------------------------------------------------------------
+
+KINDS = {"MPICH": "pmi2", "Open MPI": "pmix"}  # of --mpi=, which each library was built for
+PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so")  # which Debian's Slurm loads
+
+
+@each_library
+@pytest.mark.timeout(600)
+def test_ranks_of_srun_talk_over_mpi(library: str, slurm: Command) -> None:
+    """With what a cluster's module of that MPI would set."""
+    if library == "Open MPI" and not PMIX.exists():
+        pytest.skip("Slurm has no PMIx (apt install libpmix-dev)")
+    start = ("srun", "--ntasks=2", f"--mpi={KINDS[library]}", sys.executable)
+    found = slurm(*start, str(SCRIPTS / "without_gloo.py"), PLAN, **module(library))
+    told = [json.loads(line) for line in found.splitlines() if line.startswith("{")]
+    first, second = sorted(told, key=lambda line: line["rank"])
+    assert (first["rank"], first["transport"], first["losses"]) == (0, "Mpi", second["losses"])

@@ -1,6 +1,7 @@
 #!/bin/sh
 # A Slurm on this machine alone, all of whose files are in the folder FOLDER: Debian's packages
-# (slurmctld slurmd slurm-client munge), as root. Needs no systemd, and changes nothing in /etc.
+# (slurmctld slurmd slurm-client munge, and libpmix-dev for srun --mpi=pmix), as root. Needs no
+# systemd, and changes nothing in /etc.
 #
 #     slurm.sh start FOLDER PORT PORT     # two free ones; then SLURM_CONF=FOLDER/slurm.conf sinfo
 #     slurm.sh stop FOLDER
@@ -10,7 +11,14 @@ set -eu
 folder=$2
 stop() {
     for name in slurmd slurmctld munged; do
-        if [ -s "$folder/$name.pid" ]; then kill "$(cat "$folder/$name.pid")" 2>/dev/null || true; fi
+        if [ -s "$folder/$name.pid" ]; then
+            pid=$(cat "$folder/$name.pid")
+            kill "$pid" 2>/dev/null || true
+            for _ in $(seq 50); do
+                if kill -0 "$pid" 2>/dev/null; then sleep 0.1; fi
+            done
+            kill -9 "$pid" 2>/dev/null || true
+        fi
     done
 }
 if [ "$1" = stop ]; then stop; exit 0; fi
@@ -58,7 +66,7 @@ munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
     --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/seed"
 slurmctld
 slurmd -N "$host"
-for _ in $(seq 60); do
+for _ in $(seq 120); do
     if sinfo -h -o %T 2>/dev/null | grep -q idle; then exit 0; fi
     sleep 0.5
 done
