@@ -16,6 +16,7 @@ from gems.transport.mpi_library import progress
 from gems.transport.mpi_memory import gpu_aware
 from tests.mpi_worlds import each_library, lines, mpirun
 
+pytestmark = pytest.mark.timeout(300)  # four ranks that load torch, on two cores with other tests
 TWO_STAGES = json.dumps({"stages": 2, "micro_batches": 4})
 
 
@@ -80,17 +81,8 @@ def test_all_plan_families_train_save_and_load_like_the_plain_loop(
 
 @each_library
 def test_the_command_line_trains_over_mpi(library: str, tmp_path: Path) -> None:
-    command = [
-        "-m",
-        "gems",
-        "train",
-        "--backend",
-        "mpi",
-        "--split-size",
-        "2",
-        "--model",
-        "resnet_v1",
-    ]
+    command = ["-m", "gems", "train", "--backend", "mpi", "--split-size", "2"]
+    command += ["--model", "resnet_v1", "--image-size", "16"]
     command += ["--app", "3", "--samples", "4", "--batch-size", "2", "--steps", "1"]
     done = mpirun(library, 2, sys.executable, *command, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
@@ -120,7 +112,7 @@ CAUSES = {
 @pytest.mark.parametrize("fault", CAUSES)
 def test_a_rank_that_fails_ends_all_and_is_named(library: str, fault: str) -> None:
     """mpirun returns at all: MPI would wait for all ranks to end."""
-    done = mpirun(library, 2, "broken.py", TWO_STAGES, fault, 1, seconds=60, TEST_BACKEND="mpi")
+    done = mpirun(library, 2, "broken.py", TWO_STAGES, fault, 1, TEST_BACKEND="mpi")
     assert done.returncode != 0
     assert CAUSES[fault] in done.stderr
 
@@ -136,7 +128,7 @@ def test_ranks_that_end_one_after_the_other_end_well(library: str) -> None:
 
 @each_library
 def test_a_rank_that_is_killed_ends_all(library: str) -> None:
-    done = mpirun(library, 2, "broken.py", TWO_STAGES, "killed", 1, seconds=60, TEST_BACKEND="mpi")
+    done = mpirun(library, 2, "broken.py", TWO_STAGES, "killed", 1, TEST_BACKEND="mpi")
     assert done.returncode != 0
     assert "signal 9" in done.stdout + done.stderr
 
@@ -144,7 +136,7 @@ def test_a_rank_that_is_killed_ends_all(library: str) -> None:
 @each_library
 def test_a_rank_that_never_comes_to_mpi_is_not_waited_for_forever(library: str) -> None:
     """MPI_Init waits for all ranks, and no other thread of Python runs meanwhile."""
-    done = mpirun(library, 2, "mpi_absent.py", seconds=60)
+    done = mpirun(library, 2, "mpi_absent.py")
     assert done.returncode != 0
     assert "no weights on this node" in done.stderr
     if library == "MPICH":  # Open MPI's mpirun ends all by itself

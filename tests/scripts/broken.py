@@ -141,7 +141,8 @@ BATCH: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 
 def main() -> None:
-    timeout = {"timeout": 3.0} if "stopped" in FAULT or FAULT == "slow" else {}
+    short = 3.0 if BACKEND is None else 8.0  # over MPI also the time for ranks to come
+    timeout = {"timeout": short} if "stopped" in FAULT or FAULT == "slow" else {}
     backend = {"backend": BACKEND} if BACKEND else {}
     mine = trainer(
         PLAN, **timeout, **backend, **OPTIONS[FAULT]() if HERE and FAULT in OPTIONS else {}
