@@ -44,7 +44,7 @@ KERAS_PIP_INSTALL = $(call pip_install,$(KERAS_PY),$(KERAS_PINS))
 COMPILE = env -u PYTHONDONTWRITEBYTECODE $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test quick check lint format types unit keras-tests browser pictures wheel oldest clean
+.PHONY: help train test quick check lint format types unit keras-tests browser cluster pictures wheel oldest clean
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
@@ -62,6 +62,7 @@ check: $(DEV)
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory browser
+	@$(MAKE) --no-print-directory cluster
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory keras-tests
 
@@ -103,9 +104,24 @@ browser:
 			chromium chromium-driver >/dev/null; \
 	else echo "NO BROWSER: install chromium and chromedriver to test the page" >&2; fi
 
+# Slurm, with PMIx for Open MPI's ranks, and Lmod: tests/test_slurm.py starts a Slurm of its own as
+# root, tests/test_packaging.py loads a module. Without them those tests are skipped and say so.
+CLUSTER = slurmctld slurmd slurm-client munge libpmix-dev lmod tcl
+cluster:
+	@if [ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && [ -x /usr/bin/srun ] && \
+		[ -x /usr/sbin/munged ] && [ -e /usr/share/lmod/lmod/init/bash ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing $(CLUSTER)"; { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			$(CLUSTER) >/dev/null; } || echo "NO SLURM, NO LMOD: their tests are skipped" >&2; \
+	else echo "NO SLURM, NO LMOD: install $(CLUSTER) to test them" >&2; fi
+
 # The pictures of the documents, by the commands that docs/pictures.md shows.
 pictures: $(DEV)
 	@grep -E '^gems draw .*--svg docs/' docs/pictures.md | PATH="$(abspath $(VENV))/bin:$$PATH" sh -ex >/dev/null
+
+# What runs from the unpacked archive, too: some that read files beside gems/, one that computes.
+ARCHIVE = test_architecture test_documents test_words test_geometry
 
 # What a stranger gets: the wheel alone, imported from outside the repository.
 wheel: $(DEV)
@@ -122,6 +138,8 @@ wheel: $(DEV)
 		assert gems.__file__.startswith(os.getcwd()), gems.__file__; \
 		heavy = {'torch', 'tensorflow'} & set(sys.modules); \
 		assert not heavy, f'import gems loads {heavy}'"
+	cd $(WHEEL) && tar -xzf gems_hires-*.tar.gz && cd gems_hires-*/ && \
+		$(abspath $(PY)) -m pytest -q -p no:cacheprovider $(ARCHIVE:%=tests/%.py)
 
 # The lower bounds of pyproject.toml, in an environment of their own; not part of `make test`, since
 # a torch of then is 3 GB where its CPU wheel is not at hand (PIP_FLAGS, as above).

