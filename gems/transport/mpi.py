@@ -363,13 +363,9 @@ class Mpi:
         self._leave(CLOSED)
         if self.failed is None:  # else what is in flight still uses them
             _open.remove(self)
+            own = (*self.channels.values(), self.exchanges, self.notes, *self.sums.values())
             with self.library.lock:
-                for comm in (
-                    *self.channels.values(),
-                    self.exchanges,
-                    self.notes,
-                    *self.sums.values(),
-                ):
+                for comm in own:
                     comm.Free()
 
     def end(self) -> None:
