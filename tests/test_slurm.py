@@ -138,9 +138,11 @@ def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 180
 
 
 def soon(slurm: Command, number: str) -> None:
-    """Slurm keeps a job that is queued again waiting until its old credentials have run out."""
+    """Slurm keeps a job that is queued again waiting for two minutes, until its old credentials
+    have run out for sure. Here they do after 5 seconds (slurm.sh); before that its node rejects it.
+    """
     until(lambda: "JobState=PENDING" in slurm("scontrol", "show", "job", number), str)
-    slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now+10seconds")
 
 
 @pytest.mark.timeout(600)
