@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gems.cli.keras_models import is_keras, seed_keras
 from gems.cli.model_options import micro_batch, model_from
 from gems.cli.reject import as_gems_error
 from gems.cli.training_loop import TrainingLoop
@@ -21,6 +22,8 @@ from gems.torch.trainer import Trainer
 
 if TYPE_CHECKING:
     from gems.data.source import Source
+
+files = manifest
 
 
 class Job(TrainingLoop):
@@ -99,6 +102,8 @@ def trainer_from(
 ) -> Trainer:
     """A trainer of the model of the options, for samples like the source's."""
     torch.manual_seed(given.seed)
+    if is_keras(given):
+        seed_keras(given)
     return Trainer(
         model_from(given),
         sample=torch.empty(micro_batch(given), *source.shape),
