@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.keras.networks import batch, cross_entropy, keras_network, sgd
 from benchmarks.keras.ranks import Size, answer, timed
 
-STEPS = 4  # batches of a call of fit
+STEPS = 2  # batches of a call of fit
 
 
 def compiled(size: Size) -> Any:

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from typing import Any
 
 from benchmarks.keras.copies import compiled, fitted
 from benchmarks.keras.ranks import Size, answer
 
+LONGEST = 200  # seconds
+
 
 def measure(size: Size) -> Any:
     workers = os.environ["STRATEGY"] == "workers"
     rank = int(os.environ["RANK"])
+    signal.alarm(LONGEST)  # workers that do not find each other would wait for ever
     try:
         return _measured(size, workers, rank)
     except Exception as error:  # what it does not run is a row of the table

@@ -29,7 +29,7 @@ class Size:
     blocks: int = 8
     width: int = 32
     samples: int = 16
-    turns: int = 9
+    turns: int = 7
 
 
 def launched(module: str, world: int, size: Size, **environment: str) -> Any:

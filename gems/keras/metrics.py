@@ -166,5 +166,5 @@ def _adds_up(metric: Any, target: Any, output: Any) -> bool:
 
 
 def _drawn(form: Any, numbers: Any) -> Any:
-    drawn = numbers.uniform(0.1, 1.9, form.shape)  # of whole numbers both 0 and 1
-    return keras.ops.convert_to_tensor(drawn.astype(keras.backend.standardize_dtype(form.dtype)))
+    drawn = keras.ops.convert_to_tensor(numbers.uniform(0.1, 1.9, form.shape))
+    return keras.ops.cast(drawn, form.dtype)  # of whole numbers both 0 and 1
