@@ -24,15 +24,17 @@ def measure(size: Size) -> Any:
     sample = images[: size.samples // MICRO_BATCHES]
     transport = connect()
 
-    def session(plan: Any, on: Any) -> Any:
-        model = keras_network(size.side, size.blocks, size.width)
+    # All ranks make both, so that layers have the same names on all.
+    models = [keras_network(size.side, size.blocks, size.width) for _ in range(2)]
+
+    def session(model: Any, plan: Any, on: Any) -> Any:
         made = Session(model, cross_entropy(), sample, plan, transport=on)
         made.add_optimizer(sgd())
         return made
 
     one, two = plans()
-    alone = session(one, World(1).rank(0)) if transport.rank == 0 else None
-    both = session(two, transport)
+    alone = session(models[0], one, World(1).rank(0)) if transport.rank == 0 else None
+    both = session(models[1], two, transport)
     return turns(size, transport, alone, both, lambda s: s.step(images, labels))
 
 

@@ -18,7 +18,7 @@ MODEL = (
 
 def test_a_keras_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MODEL, "--split-size", "2"]) == 0
-    assert "conv1" in capsys.readouterr().out
+    assert "conv_pw_7" in capsys.readouterr().out
 
 
 def test_a_keras_model_is_trained_and_evaluated(tmp_path: Path) -> None:

@@ -55,13 +55,15 @@ def build(name: str, options: dict[str, Any]) -> Any:
     """A keras.Model."""
     more = dict(options)
     side, channels = more.pop("image_size", 224), more.pop("in_channels", 3)
-    shape = (side, side, channels)
-    if backend() == "torch":
-        keras.config.set_image_data_format("channels_first")
-        shape = (channels, side, side)
+    before, first = keras.config.image_data_format(), backend() == "torch"
+    shape = (channels, side, side) if first else (side, side, channels)
     if "include_preprocessing" in _arguments(name):
         more["include_preprocessing"] = False  # it expects numbers from 0 to 255
-    return getattr(keras.applications, name)(
-        weights=None, input_shape=shape, classes=more.pop("num_classes", 1000),
-        classifier_activation=None, **more,
-    )  # fmt: skip
+    keras.config.set_image_data_format("channels_first" if first else "channels_last")
+    try:
+        return getattr(keras.applications, name)(
+            weights=None, input_shape=shape, classes=more.pop("num_classes", 1000),
+            classifier_activation=None, **more,
+        )  # fmt: skip
+    finally:
+        keras.config.set_image_data_format(before)
