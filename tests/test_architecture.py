@@ -58,7 +58,7 @@ TORCH_LAYERS = (
 # Inside `gems/keras`.
 KERAS_LAYERS = (
     (INIT,),
-    ("distributed_fit",),
+    ("distributed_fit", "trainer"),
     ("callbacks", "metrics", "reject", "same_random", "whole_weights"),
     ("session", "torch_session"),
     ("distributed_model",),
@@ -67,7 +67,7 @@ KERAS_LAYERS = (
     ("runtime",),
     ("spatial", "state"),
     ("tracing",),
-    ("arrays", "launch", "lazily_built", "offered", "weight_files"),
+    ("arrays", "checkpoint", "launch", "lazily_built", "offered", "optimizers", "weight_files"),
 )
 MAP = {
     ("gems",): LAYERS,
@@ -90,7 +90,7 @@ PURE = {
 }
 LIGHT = PURE | {INIT, "__main__", "cli"}
 # What one rank of `gems train` or `gems eval` runs: the command line loads it when a rank starts.
-RANK = {("gems", "cli", "job"), ("gems", "cli", "evaluate")}
+RANK = {("gems", "cli", name) for name in ("job", "keras_job", "evaluate")}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy"}
 
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager"}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from gems.torch.optimizers import OPTIMIZERS, Factor, cosine, optimizer, step_decay, warmed_up
+from gems.distributed.learning_rate import Factor, cosine, step_decay, warmed_up
+from gems.torch.optimizers import OPTIMIZERS, optimizer
 
 
 def after_steps(name: str, gradients: tuple[float, ...] = (1.0, 0.5), **options: float) -> float:

@@ -166,7 +166,7 @@ def test_transformers_give_logits_and_keep_their_names_of_weights() -> None:
         ("transformers/vit", {"return_dict": False}, r"no option return_dict"),
         ("transformers/vit", {"task": "segmentation"}, r"task is 'segmentation'; it does classif"),
         ("timm/resnet18", {"floors": 3}, r"unexpected keyword argument 'floors'"),
-        ("keras/vit", {}, r"no library 'keras'; choose one of transformers/\.\.\., monai/\.\.\."),
+        ("jax/vit", {}, r"no library 'jax'; choose one of transformers/\.\.\., monai/\.\.\."),
     ],
 )
 def test_what_a_library_does_not_have_is_said(
@@ -184,7 +184,7 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"transformers", "monai", "timm", "torchvision",
-                                      "segmentation_models_pytorch"}:
+                                      "segmentation_models_pytorch", "keras"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -24,7 +24,7 @@ from gems.cli.like import LIKE
 from gems.cli.model_options import micro_batch
 from gems.cli.options import add_options, choice, count, path, switch
 from gems.cli.progress import Pace
-from gems.cli.train import add_running, held, planned, precision_option
+from gems.cli.train import add_running, held, planned, precision_option, rank_module
 from gems.errors import GemsError
 from gems.files import write
 from gems.plans.plan import Plan
@@ -99,7 +99,7 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
     source = part_of(given)
     fitted(given, source)
     trainer, pace = _trainer(given, plan, source), Pace()
-    if trainer.session.int8 is not None and trainer.rank == 0:
+    if given.precision == "int8" and trainer.rank == 0:
         print(trainer.session.int8)
     size, first = micro_batch(given) * trainer.plan.total, trainer.rank == 0
     found, probabilities = predicted(given, trainer, source, size, first, pace)
@@ -126,11 +126,10 @@ def _eval(given: argparse.Namespace, plan: Plan | str) -> None:
 
 
 def _trainer(given: argparse.Namespace, plan: Plan | str, source: Source) -> Trainer:
-    from gems.cli.job import begin, trainer_from
-
-    trainer = trainer_from(given, plan, source)
+    framework = rank_module(given)
+    trainer = framework.trainer_from(given, plan, source)
     if given.checkpoint is not None:
-        begin(trainer, chosen(given.checkpoint))
+        framework.begin(trainer, chosen(given.checkpoint, framework.files))
     elif trainer.rank == 0:
         log.warning("no --checkpoint: weights are random, so only the speed means something")
     return trainer
@@ -154,14 +153,12 @@ def part_of(given: argparse.Namespace) -> Source:
     return halves(given, whole)[given.part != "train"]
 
 
-def chosen(path: Path) -> Path:
+def chosen(path: Path, files: Any) -> Path:
     """A checkpoint or a file of weights as it is; of a run's folder, the best, else the newest."""
-    from gems.torch.checkpoint import manifest
-
-    if path.is_file() or (path / manifest.NAME).is_file():
+    if path.is_file() or (path / files.NAME).is_file():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    best = sorted(p for p in folder.glob("best-*") if manifest.is_complete(p))
-    if found := (best[-1] if best else manifest.latest(folder)):
+    best = sorted(p for p in folder.glob("best-*") if files.is_complete(p))
+    if found := (best[-1] if best else files.latest(folder)):
         return found
     raise GemsError(f"{path} is no checkpoint, no run with checkpoints, and no file of weights")

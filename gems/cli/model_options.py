@@ -8,19 +8,24 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gems.cli.keras_models import is_keras, on_tensorflow, seed_keras
+from gems.cli.keras_models import studied as keras_studied
 from gems.cli.options import count, string
 from gems.errors import GemsError, PlanError
 from gems.hardware import Machine
 
 if TYPE_CHECKING:
     from gems.data.source import Source
+    from gems.keras.planning import Study as KerasStudy
     from gems.torch.planning import Study
 
 MODEL = {
     "--model": string(
         "resnet110-v2",
         "a network of gems.models (default resnet110-v2); one of an installed library, such as "
-        "timm/resnet50, monai/UNet, transformers/vit, torchvision/resnet50, smp/Unet; or your own: "
+        "timm/resnet50, monai/UNet, transformers/vit, torchvision/resnet50, smp/Unet, or "
+        "keras/ResNet50 (any of keras.applications, on the backend that KERAS_BACKEND names: "
+        "tensorflow or torch); or your own: "
         "package.module:name or file.py:name, a function that returns an nn.Module",
         "NAME",
     ),
@@ -228,6 +233,9 @@ def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
             f"a micro-batch of {' x '.join(map(str, shape))} has {math.prod(shape):.3g} numbers; "
             "take a smaller --image-size or --batch-size, or more --parts"
         )
+    if is_keras(given):  # which is on the device of Keras's own scope
+        seed_keras(given)
+        return model_from(given).train(), torch.empty(shape)
     try:
         with torch.device("meta"):
             model = model_from(given)
@@ -237,8 +245,12 @@ def sampled(given: argparse.Namespace) -> tuple[Any, Any]:
     return model.train(), sample
 
 
-def studied(given: argparse.Namespace, on: Machine) -> Study:
+def studied(given: argparse.Namespace, on: Machine) -> Study | KerasStudy:
     """The model on a machine: its graph, and costs; nothing is allocated unless it is `local`."""
+    if on_tensorflow(given):
+        channels, *sides = image_shape(given)
+        shape = (micro_batch(given), *sides, channels)
+        return keras_studied(given, on, lambda: model_from(given), shape)
     from gems.torch.planning import Study
 
     precision, masters = (getattr(given, x, None) for x in ("precision", "master_weights"))

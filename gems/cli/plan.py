@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from gems.cli.keras_models import on_tensorflow
 from gems.cli.model_options import MODEL, studied
 from gems.cli.options import (
     add_options,
@@ -77,16 +78,15 @@ def run(given: argparse.Namespace) -> int:
 
 def planned(given: argparse.Namespace) -> tuple[Plan, CompiledPlan]:
     """The plan to write out, chosen or given, and what it is for the model."""
-    on = machine_of(given.machine)
+    keras_here = on_tensorflow(given) and given.machine == "auto"
+    on = machine_of("cpu" if keras_here else given.machine)
     study = studied(given, on)
     memory = bytes_of(given.memory) if given.memory else None
     if given.auto:
-        from gems.torch.planning import choose
-
         wanted: dict[str, Any] = {"objective": given.objective, "schedule": given.schedule or ""}
         wanted["state"] = study.state()
         request = Request.on(on, given.auto, memory, given.micro_batches, **wanted)
-        plan, study = choose(study, request)
+        plan, study = study.choose(request)
         return plan, study.compiled(plan, request)
     if given.objective != "time" or given.micro_batches:
         raise PlanError("--objective and --micro-batches are for the planner: give --auto too")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gems.cli.data import APP_OPTIONS, DATA
+from gems.cli.keras_models import on_tensorflow
 from gems.cli.model_options import known_options
 from gems.cli.options import changed
 from gems.cli.plan_options import PLAN
@@ -27,6 +28,8 @@ def reject(given: argparse.Namespace) -> None:
         raise GemsError(
             found[0] if len(found) == 1 else problems("these options are wrong:", found)
         )
+    if on_tensorflow(given):  # see keras_models
+        return
     from gems.torch.device_choice import usable
 
     device = usable(given.device, given.backend)
@@ -95,7 +98,7 @@ def _folder(given: argparse.Namespace) -> Iterator[str]:
         yield "--resume continues and --overwrite starts over; give one of them"
     if not getattr(given, "save", True) and given.save_every:
         yield f"--save-every {given.save_every} and --no-save: give one of them"
-    if getattr(given, "export", None) is not None:
+    if getattr(given, "export", None) is not None and not on_tensorflow(given):
         from gems.torch.checkpoint.weight_files import FORMATS
 
         if given.export.suffix not in FORMATS:

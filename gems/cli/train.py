@@ -7,6 +7,8 @@ as JSON lines and CSV, checkpoints, pictures of the last step as measured, and a
   gems train --app medical --datapath slides --labels labels.csv --image-size 1024 --split-size 4
   gems train --app medical --image-size 64            a sample of real tissue: no file is needed
   gems train --app cifar --datapath cifar-10-python.tar.gz --model resnet-v2 --num-layers 29
+  gems train --model keras/MobileNetV2 --split-size 2 --app synthetic ...
+                                                      a Keras model, on TensorFlow
   gems train --config run.yaml --resume               continue from the newest checkpoint
   gems train --auto 4 --memory 2GiB ...               let the planner choose a plan for four ranks
 """
@@ -18,11 +20,13 @@ import logging
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gems.cli.config import add_config, effective
 from gems.cli.data import DATA
 from gems.cli.heat_maps import heat_map_options
+from gems.cli.keras_models import on_tensorflow, reject_options
 from gems.cli.like import LIKE
 from gems.cli.lock import locked, require_free
 from gems.cli.model_options import MODEL, micro_batch
@@ -206,9 +210,18 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             given.like,
         )
     with held(given):
-        from gems.cli.job import Job
+        return rank_module(given).Job(given, plan, effective(given, parser)).run()
 
-        return Job(given, plan, effective(given, parser)).run()
+
+def rank_module(given: argparse.Namespace) -> ModuleType:
+    """What one rank of a run is, by its framework: `Job`, `trainer_from`, `begin` and `files`."""
+    if on_tensorflow(given):
+        from gems.cli import keras_job
+
+        return keras_job
+    from gems.cli import job
+
+    return job
 
 
 def held(given: argparse.Namespace) -> AbstractContextManager[None]:
@@ -231,6 +244,7 @@ def planned(given: argparse.Namespace) -> tuple[Plan | str, int | None]:
 
     reject(given)
     plan: Plan | str = "auto" if given.auto else plan_from(given)
+    reject_options(given, plan)
     world = given.auto if isinstance(plan, str) else plan.world
     micro_batch(given)
     here = place()

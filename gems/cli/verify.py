@@ -15,10 +15,12 @@ import argparse
 import sys
 from typing import Any
 
+from gems.cli.keras_models import is_keras
 from gems.cli.model_options import MODEL, micro_batch, model_from, sampled
 from gems.cli.options import DEVICE, add_options, choice, count, path, real
 from gems.cli.plan_options import PLAN, plan_from, plan_in
 from gems.cli.ranks import end_with_launcher, reject_mpi, start
+from gems.errors import GemsError
 
 OPTIONS = {
     "--against": path(
@@ -50,6 +52,11 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     end_with_launcher()
+    if is_keras(given):
+        raise GemsError(
+            "gems verify compares PyTorch models; python -m tests.keras.applications does it for "
+            "keras.applications, in float64 under every schedule (docs/keras.md)"
+        )
     plan = plan_from(given)
     other = None if given.against is None else plan_in(given.against)
     micro_batch(given)

@@ -26,4 +26,12 @@ def of_rank(given: Any, transport: Transport) -> Any:
                     "ModelCheckpoint('last.weights.h5', save_weights_only=True), and load_weights "
                     "with initial_epoch to go on"
                 )
+            if isinstance(each, callbacks.TensorBoard) and (
+                each.histogram_freq or each.write_images
+            ):
+                raise PlanError(
+                    f"TensorBoard(histogram_freq={each.histogram_freq}, write_images="
+                    f"{each.write_images}) would draw the weights that rank 0 holds, and others "
+                    "have those of the other stages; leave both out"
+                )
     return [each for each in listed if transport.rank == 0 or not isinstance(each, WRITERS)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 from keras.src.backend import compute_output_spec
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from gems.errors import GemsError, PlanError
 from gems.hardware import Machine
@@ -115,6 +116,8 @@ class Distributed:
         self.whole = Whole(self)
         for name in REPLACED:
             vars(model)[name] = getattr(self, name)
+        if transport.world > 1 and keras.backend.backend() == "tensorflow":
+            vars(model)["call"] = self._call
 
     def _own(self, name: str) -> Callable[..., Any]:
         """The method that the model has of itself."""
@@ -139,6 +142,15 @@ class Distributed:
             self.session.close()
         else:
             self.transport.close()
+
+    def _call(self, *args: Any, **options: Any) -> Any:
+        """`model(x)` by people, who would get an answer of weights that were trained elsewhere."""
+        if self.session is not None and not in_stateless_scope() and not self.session.holds_all:
+            raise GemsError(
+                "model(...) would run with what this rank holds, and others have the weights of "
+                "the other stages; call model.predict or model.predict_on_batch, on every rank"
+            )
+        return self._own("call")(*args, **options)
 
     # --- batches --------------------------------------------------------------------------------
 
@@ -175,6 +187,8 @@ class Distributed:
             optimizer = self.model.optimizer = type(optimizer).from_config(optimizer.get_config())
         session.add_optimizer(optimizer)
         assign(optimizer, state)
+        own = optimizer.finalize_variable_values  # at the end of fit, with averages if it has some
+        optimizer.finalize_variable_values = lambda _: own(optimizer._trainable_variables)
         self.stepping = optimizer
 
     def _test(self, batch: Any) -> dict[str, float]:

@@ -183,6 +183,11 @@ class DistributedModel(Usable):
         ]
         return tf.nest.pack_sequence_as(recording.structure, flat)
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank has all variables of the model."""
+        return self.part.owned.replica_groups.keys() <= self.weights.variables.keys()
+
     def first_here(self) -> set[str]:
         """The paths of the variables that this rank is the first to hold."""
         return {p for p, on in self.part.owned.replica_groups.items() if on[0] == self.rank}

@@ -129,11 +129,42 @@ def _why_not_additive(metric: Any, target: Any, output: Any) -> str | None:
     others = [v.path for v in metric.variables if v.aggregation != "sum"]
     if others:
         return f"{', '.join(others)} is not summed (its aggregation is not 'sum')"
-    nested = keras.tree.is_nested(target) or keras.tree.is_nested(output)
-    if not isinstance(metric, MeanMetricWrapper) or nested:
+    if keras.tree.is_nested(target) or keras.tree.is_nested(output):
+        return None
+    if not type(metric).__module__.startswith("keras.") and not _adds_up(metric, target, output):
+        return "its variables after two batches are not the sum of those after each"
+    if not isinstance(metric, MeanMetricWrapper):
         return None
     function = lambda y, out: metric._fn(y, out, **metric._fn_kwargs)  # noqa: E731
     value: Any = compute_output_spec(function, target, output)
     if hasattr(value, "shape") and not value.shape:
         return "its function gives one number for a batch, not one for each sample"
     return None
+
+
+def _adds_up(metric: Any, target: Any, output: Any) -> bool:
+    """Whether the variables of somebody's own metric are sums over samples: tried on numbers. Keras
+    marks all variables of metrics as sums, whatever they are."""
+    numbers = np.random.default_rng(0)
+    batches = [[_drawn(form, numbers) for form in (target, output)] for _ in range(2)]
+    before = [np.array(array_of(v.value)) for v in metric.variables]
+    found = []
+    try:
+        for chosen in (batches[:1], batches[1:], batches):
+            metric.reset_state()
+            start = [array_of(v.value).astype("float64") for v in metric.variables]
+            for y, out in chosen:
+                metric.update_state(y, out)
+            ends = [array_of(v.value) for v in metric.variables]
+            found.append([end - begin for end, begin in zip(ends, start, strict=True)])
+    except Exception:  # it takes no such numbers; what it does with others is its own affair
+        return True
+    finally:
+        for v, value in zip(metric.variables, before, strict=True):
+            v.assign(value)
+    return all(np.allclose(a + b, both, 1e-4, 1e-4) for a, b, both in zip(*found, strict=True))
+
+
+def _drawn(form: Any, numbers: Any) -> Any:
+    drawn = keras.ops.convert_to_tensor(numbers.uniform(0.1, 1.9, form.shape))
+    return keras.ops.cast(drawn, form.dtype)  # of whole numbers both 0 and 1

@@ -91,6 +91,14 @@ class Study:
     def search(self, request: Request) -> SearchResult:
         return search(*self.graph, self.machine, request, offered=reject_unoffered)
 
+    def state(self, optimizer: float = ADAM) -> float:
+        """Bytes of an optimizer's state per byte of weights: there are no masters."""
+        return optimizer
+
+    def choose(self, request: Request) -> tuple[Plan, Study]:
+        """The best plan, and the study of the images that it is for: these."""
+        return self.plan(request), self
+
     def plan(self, request: Request) -> Plan:
         """The best plan, with its reasons; if none fits, an error has what would."""
         found = self.search(request)

@@ -22,7 +22,7 @@ from gems.keras.setup import Setup, Surroundings
 from gems.keras.state.deferred_init import initialize
 from gems.keras.state.rank_weights import RankWeights
 from gems.keras.state.replicate import replicate
-from gems.keras.tracing.record import named_variables
+from gems.keras.weight_files import named_variables
 from gems.schedule.lower.passes import forward_only
 from gems.transport.protocol import Link
 

@@ -67,13 +67,7 @@ def reject_plan(plan: Plan) -> None:
     from gems.keras.offered import problems_of
 
     found = problems_of(plan)
-    if keras.backend.backend() == "torch":
-        if any(grid.tiles for grid in plan.grids):
-            found.append("spatial tiles: use Keras on TensorFlow, or gems.Trainer for torch models")
-    elif plan.grids[-1].tiles:
-        found.append(
-            "spatial tiles in the last stage: metrics are updated where whole outputs are; add a "
-            "stage without tiles, or use a gems.keras.Session"
-        )
+    if keras.backend.backend() == "torch" and any(grid.tiles for grid in plan.grids):
+        found.append("spatial tiles: use Keras on TensorFlow, or gems.Trainer for torch models")
     if found:
         raise PlanError(problems("gems.keras does not run this plan:", found))

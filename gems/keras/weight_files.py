@@ -21,6 +21,18 @@ def array_of(x: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(x))
 
 
+def named_variables(model: keras.Model) -> dict[str, Any]:
+    """All variables by path, each once. Of several with one path the later ones get a number."""
+    found: dict[str, Any] = {}
+    for v in model.variables:
+        path, number = v.path, 1
+        while path in found and found[path] is not v:
+            number += 1
+            path = f"{v.path}:{number}"
+        found[path] = v
+    return found
+
+
 def save_weights(model: Any, path: str | Path) -> None:
     """Write a Keras model's weights as safetensors, by the paths of its variables. Of a model under
     a plan all ranks must call it; Keras on TensorFlow and on torch have the same paths and shapes.

@@ -15,7 +15,7 @@ import numpy as np
 from gems.distributed.agree import on_all_ranks
 from gems.errors import CheckpointError
 from gems.keras import weight_files
-from gems.keras.weight_files import array_of
+from gems.keras.weight_files import array_of, named_variables
 from gems.transport.protocol import Transport
 
 SAFETENSORS = ".safetensors"
@@ -43,13 +43,16 @@ class Whole:
         return self.owner.session.state_dict()
 
     def put(self, state: Mapping[str, Any]) -> None:
-        """Each rank takes its part."""
+        """Each rank takes its part. What is not in `state`, such as seeds, stays."""
         if self.owner.session is None:
             self._make_values()
-            for v in self.model.weights:
-                v.assign(state[v.path])
+            for path, v in named_variables(self.model).items():
+                if path in state:
+                    v.assign(state[path])
         else:
-            self.owner.session.load_state_dict({p: np.asarray(x) for p, x in state.items()})
+            now = self.owner.session.state_dict()
+            now |= {p: np.asarray(x) for p, x in state.items()}
+            self.owner.session.load_state_dict(now)
 
     def _make_values(self) -> None:
         """Before the first batch nobody knows which rank needs which; a file needs all."""
@@ -60,8 +63,9 @@ class Whole:
     def gather(self) -> None:
         """The model has all weights on every rank again, as before it was partitioned."""
         state = self.owner.session.state_dict()
-        for v in self.model.weights:
-            _replace(v, state[v.path])
+        for path, v in named_variables(self.model).items():
+            if path in state:
+                _replace(v, state[path])
 
     # --- files ----------------------------------------------------------------------------------
 
@@ -83,7 +87,8 @@ class Whole:
         if Path(path).suffix != SAFETENSORS:
             self.write(path, lambda new: own(new, overwrite=True, **options), overwrite)
             return
-        state = self.state()
+        found = self.state()
+        state = {v.path: found[v.path] for v in self.model.weights}  # no seeds
 
         def written() -> None:
             if self.transport.rank == 0:
@@ -107,7 +112,8 @@ class Whole:
         def reading() -> None:
             with self._in_place(state, kept) as optimizer:
                 own(path, **options)
-                after["state"] = {v.path: array_of(v.value) for v in self.model.weights}
+                every = named_variables(self.model)
+                after["state"] = {p: array_of(every[p].value) for p in state}
                 after["slots"] = slots(optimizer)
 
         on_all_ranks(self.transport, f"reading {path}", reading)
@@ -128,22 +134,25 @@ class Whole:
         """The model with all weights, and an optimizer for all of them, on this rank."""
         if self.owner.session is None:
             self._make_values()
-            yield self.model.optimizer
+            yield getattr(self.model, "optimizer", None)
             return
-        before, own = {}, self.model.optimizer
-        for v in self.model.weights:
-            before[v.path] = _show(v, state[v.path])
+        before: list[Callable[[], None]] = []
+        own: Any = getattr(self.model, "optimizer", None)
+        every = named_variables(self.model)
+        for path, value in state.items():  # seeds and counters as well as weights
+            before.append(_show(every[path], value))
         try:
             if self.owner.stepping is not None:
                 copy = type(own).from_config(own.get_config())
                 copy.build(self.model.trainable_variables)
                 assign(copy, kept)
                 self.model.optimizer = copy
-            yield self.model.optimizer
+            yield getattr(self.model, "optimizer", None)
         finally:
-            self.model.optimizer = own
-            for v in self.model.weights:
-                before[v.path]()
+            if own is not None:
+                self.model.optimizer = own
+            for put_back in before:
+                put_back()
 
 
 def slots(optimizer: Any) -> dict[str, np.ndarray]:

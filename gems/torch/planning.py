@@ -71,16 +71,7 @@ def plan(
     study = Study(model, sample, on, costs, precision, master_weights)
     wanted = {"objective": objective, "state": study.state(state), "schedule": schedule}
     request = Request.on(on, ranks, budget, micro_batches, **wanted)
-    return choose(study, request)[0]
-
-
-def choose(study: Study, request: Request) -> tuple[Plan, Study]:
-    """The best plan of a study, and the study of the images that it is for."""
-    with _uncollected():
-        if request.objective == "image":
-            study = study.at(study.largest_side(replace(request, objective="memory")))
-            request = replace(request, objective="time")
-        return study.plan(request), study
+    return study.choose(request)[0]
 
 
 @contextmanager
@@ -144,6 +135,15 @@ class Study:
 
     def search(self, request: Request, *, enough: bool = False, prune: bool = True) -> SearchResult:
         return search(*self.graph, self.machine, request, enough=enough, prune=prune)
+
+    def choose(self, request: Request) -> tuple[Plan, Study]:
+        """The best plan, and the study of the images that it is for."""
+        study = self
+        with _uncollected():
+            if request.objective == "image":
+                study = self.at(self.largest_side(replace(request, objective="memory")))
+                request = replace(request, objective="time")
+            return study.plan(request), study
 
     def plan(self, request: Request) -> Plan:
         """The best plan, with its reasons; if none fits, an error has what would."""

@@ -19,8 +19,8 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from gems.geometry.box import split_points
 from gems.keras.session import Session
-from gems.keras.tracing.record import named_variables
 from gems.keras.tracing.subgraph import lock
+from gems.keras.weight_files import named_variables
 from gems.plans.plan import Plan
 from gems.transport.threads import run
 

@@ -12,8 +12,9 @@ from gems.distributed.ownership import Ownership, ownership
 from gems.errors import PlanError, TraceError
 from gems.keras.runtime.microbatch import Batch, Form, describe
 from gems.keras.runtime.partitioned_model import PartitionedModel, same_stages
-from gems.keras.tracing.record import Recording, named_variables
+from gems.keras.tracing.record import Recording
 from gems.keras.tracing.trace import trace
+from gems.keras.weight_files import named_variables
 from gems.plans.plan import Plan
 from gems.transport.protocol import Transport
 

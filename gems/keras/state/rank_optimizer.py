@@ -112,6 +112,12 @@ def _reject(optimizer: Any) -> None:
             "LossScaleOptimizer scales losses by what one device saw overflow; use float32, or "
             "keras.mixed_precision 'mixed_bfloat16', which needs no scale"
         )
+    if optimizer.gradient_accumulation_steps and optimizer.global_clipnorm:
+        raise PlanError(
+            f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} with "
+            f"global_clipnorm={optimizer.global_clipnorm}: the norm is of several batches, and "
+            "ranks know it of one; leave out one of them, or give the plan more micro_batches"
+        )
     if optimizer.loss_scale_factor is not None:
         raise PlanError(
             f"loss_scale_factor={optimizer.loss_scale_factor} is applied inside Keras's own "

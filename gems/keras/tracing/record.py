@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from gems.errors import TraceError
 from gems.keras.tracing.subgraph import Tensor, ancestors, dependents, lock
+from gems.keras.weight_files import named_variables
 from gems.model.graph import Graph
 
 RANDOM = {
@@ -101,18 +102,6 @@ def record(model: keras.Model, specs: Any, *, training: bool) -> Recording:
 
 def _total(loss: Tensor) -> Tensor:
     return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
-
-
-def named_variables(model: keras.Model) -> dict[str, Any]:
-    """All variables by path, each once. Of several with one path the later ones get a number."""
-    found: dict[str, Any] = {}
-    for v in model.variables:
-        path, number = v.path, 1
-        while path in found and found[path] is not v:
-            number += 1
-            path = f"{v.path}:{number}"
-        found[path] = v
-    return found
 
 
 def _recording(

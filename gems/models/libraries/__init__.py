@@ -21,6 +21,7 @@ LIBRARIES = {
     "timm": "timm",
     "torchvision": "torchvision",
     "smp": "segmentation-models-pytorch",
+    "keras": "keras",
 }
 
 
