@@ -171,10 +171,10 @@ def _with_stores(family: str, plan: Plan, times: int, place: str) -> Iterator[Ch
 def alike(graph: Graph, choice: Choice) -> Iterator[Choice]:
     """A choice for images of another size, in the patches that it has and in the finest."""
     yield choice
-    stream = choice.plan.stream
+    streamed = [policy.patches for policy in choice.plan.activations if policy.patches]
     for parts, times in _patches(graph, finest=True):
-        if times == 1 and isinstance(stream, tuple) and stream and stream != (parts,) * len(stream):
-            finest = replace(choice.plan, stream=(parts,) * len(stream))
+        if times == 1 and streamed and set(streamed) != {parts}:
+            finest = replace(choice.plan, stream=(parts,) * len(streamed))
             yield replace(choice, plan=finest)
 
 
