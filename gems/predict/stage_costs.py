@@ -47,6 +47,9 @@ def price(
             cost = streamed(
                 alone, graph, blocks, mine, policy.patches, call, grid.tiles, stored, link
             )
+            # From the second patch on its weights have gradients, which the timeline counts after
+            # backward only.
+            cost = replace(cost, workspace=cost.workspace + cost.gradients)
             if policy.values:
                 inner += inner_stored(graph, stage, mine, policy.patches, grid.tiles)
         items.append(_counted(cost, alone, graph, mine))
