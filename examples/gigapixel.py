@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 1 examples/gigapixel.py
 
-One step of a U-Net with BatchNorm in training mode, patch by patch, with what its sweeps hand each
-other in a file on disk (docs/memory.md, "Values in a store"). Image and labels are computed box by
-box, as a slide would be read. Another process watches how much memory this one holds: that depends
-on --patch, and not on --side. Prints what plain PyTorch would save for backward, and what was held.
+One step of a U-Net or a ResNet-110-v2 with BatchNorm in training mode, patch by patch, with what
+its sweeps hand each other in a file on disk (docs/memory.md, "Values in a store"); with more ranks,
+each has rows of the image. Image and labels are computed box by box, as a slide would be read.
+Another process watches how much memory this one holds: that depends on --patch, and not on --side.
+Prints what plain PyTorch would save for backward, and what was held; --curve draws it over time.
 """
 
 from __future__ import annotations
@@ -15,28 +16,36 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import gems
 from gems import models
+from gems.cli.progress import bar
+from gems.draw.curves import curves
+from gems.model.graph import Graph
+from gems.predict.streaming_cost import sweeps
+from gems.torch.runtime.patch_progress import watched
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.tracing.trace import trace
 
 WATCH = """
 import sys, time
-most = 0
+began, wait = time.time(), 0.05
 try:
     while True:
         rows = open(f"/proc/{sys.argv[1]}/status").read().splitlines()
         now = next(int(row.split()[1]) for row in rows if row.startswith("VmRSS"))
-        if now > most:
-            most = now
-            print(most // 1024, flush=True)
-        time.sleep(0.05)
+        print(time.time() - began, now / 1024, flush=True)
+        time.sleep(wait)
+        wait = min(1.01 * wait, 5)
 except (OSError, StopIteration):
     pass
 """
+MIB, GIB = 2**20, 2**30
 
 
 class Waves:
@@ -56,42 +65,94 @@ class Waves:
         return torch.stack([wave, wave * wave, wave.abs()])[None]
 
 
+def network(given: argparse.Namespace) -> tuple[nn.Module, object]:
+    """The model, and what its loss compares with: a class per pixel, or one of the image."""
+    if given.model == "unet":
+        unet = models.build("unet", width=given.width, levels=3)
+        return unet, Waves(given.side, labels=True)
+    resnet = models.build("resnet_v2", depth=given.depth, num_classes=2)
+    return resnet, torch.zeros(1, dtype=torch.int64)
+
+
+def planned(side: int, patch: int, ranks: int) -> gems.Plan:
+    """One rank has the image, or several have rows of it; each its patches one by one."""
+    stored = {"schedule": "sequential", "offload": "values:disk"}
+    down, across = max(side // patch // ranks, 1), max(side // patch, 1)
+    tiles = {} if ranks == 1 else {"spatial": (ranks, 1)}
+    return gems.Plan(stages=1, stream=(down, across), **tiles, **stored)
+
+
+def measured(step: Callable[[], gems.Step]) -> tuple[gems.Step, list[tuple[float, float]]]:
+    """A step, and this process's resident MiB over time as another process saw them."""
+    command = [sys.executable, "-c", WATCH, str(os.getpid())]
+    watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    rows: list[str] = []
+    try:
+        taken = step()
+    finally:
+        watch.terminate()
+        rows = watch.communicate()[0].splitlines()
+    pairs = [tuple(map(float, row.split())) for row in rows]
+    return taken, [(pair[0], pair[1]) for pair in pairs if len(pair) == 2] or [(0.0, 0.0)]
+
+
+def patches(graph: Graph, plan: gems.Plan) -> int:
+    """That a rank runs in a step: all in each sweep, forward and backward."""
+    down, across = plan.stream[0]
+    return 2 * down * across * len(sweeps(graph, range(len(graph.blocks))).blocks)
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
+    options.add_argument("--model", choices=("unet", "resnet"), default="unet")
     options.add_argument("--side", type=int, default=256)
     options.add_argument("--patch", type=int, default=64)
-    options.add_argument("--width", type=int, default=4)
+    options.add_argument("--width", type=int, default=4, help="of the U-Net")
+    options.add_argument("--depth", type=int, default=110, help="of the ResNet")
     options.add_argument("--folder", default=None, help="for the file; default: TMPDIR")
+    options.add_argument("--curve", type=Path, help="SVG of memory over time, of rank 0")
     given = options.parse_args()
     torch.manual_seed(0)
-    model = models.build("unet", width=given.width, levels=3)
-    parts = max(given.side // given.patch, 1)
-    plan = gems.Plan(stream=(parts, parts), schedule="sequential", offload="values:disk")
-    image, labels = Waves(given.side), Waves(given.side, labels=True)
+    torch.set_num_threads(1)
+    model, labels = network(given)
+    image = Waves(given.side)
+    plan = planned(given.side, given.patch, int(os.environ.get("WORLD_SIZE", "1")))
+    sample = torch.empty(image.shape, device="meta")
     trainer = gems.Trainer(
         model,
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
-        sample=torch.empty(image.shape, device="meta"),
+        sample=sample,
         plan=plan,
         costs="estimate",
         offload_folder=given.folder,
     )
-    watch = subprocess.Popen(
-        [sys.executable, "-c", WATCH, str(os.getpid())], stdout=subprocess.PIPE, text=True
-    )
+    graph = with_halos(trace(model, sample), model)
     before, cpu = time.perf_counter(), time.process_time()
-    step = trainer.step(image, labels)
+    with bar("patches", patches(graph, plan), trainer.rank == 0) as show, watched(lambda: show("")):
+        step, resident = measured(lambda: trainer.step(image, labels))
     seconds, cpu = time.perf_counter() - before, time.process_time() - cpu
-    watch.terminate()
-    held = [int(line) for line in watch.communicate()[0].split()] or [0]
-    graph = trace(model, torch.empty(image.shape, device="meta")).graph
-    plain = graph.activations(range(len(graph.blocks))) / 2**30
-    stored = max(memory.offloaded for _, memory in trainer.timeline().memory[0])
-    print(f"{given.side} x {given.side} pixels, {parts} x {parts} patches: loss {step.loss:.4f}")
-    print(f"{seconds:.0f} s, {cpu:.0f} s of CPU; tensors held {trainer.peak / 2**20:.1f} MiB")
-    print(f"in the file {stored / 2**30:.2f} GiB; resident {held[0]} MiB -> {max(held)} MiB")
-    print(f"plain PyTorch would save {plain:.2f} GiB for backward")
+    forecast, timeline = trainer.forecast(), trainer.timeline()
+    plain = graph.activations(range(len(graph.blocks)))
+    stored = max(memory.offloaded for _, memory in timeline.memory[trainer.rank])
+    predicted, most = forecast.peaks[trainer.rank].total, max(r for _, r in resident)
+    if trainer.rank == 0:
+        print(f"{given.side} x {given.side} pixels, patches of {given.patch}: {step.loss:.4f}")
+        print(f"plain PyTorch would save {plain / GIB:.2f} GiB for backward")
+    print(
+        f"rank {trainer.rank}: {seconds:.0f} s, {cpu:.0f} s of CPU; in the file "
+        f"{stored / GIB:.2f} GiB; tensors {trainer.peak / MIB:.1f} MiB, predicted "
+        f"{predicted / MIB:.1f}; resident {resident[0][1]:.0f} MiB -> {most:.0f} MiB",
+        flush=True,
+    )
+    if given.curve and trainer.rank == 0:
+        ends = (0.0, seconds)
+        series = {
+            "resident, MiB": resident,
+            "tensors, counted": [(t, trainer.peak / MIB) for t in ends],
+            "tensors, predicted": [(t, predicted / MIB) for t in ends],
+        }
+        given.curve.write_text(curves(f"{given.model} {given.side}²", series))
     trainer.close()
 
 

@@ -32,6 +32,7 @@ from gems.planner.memo import Memo
 from gems.planner.partition import Budget, partition
 from gems.planner.request import Request
 from gems.planner.search import Search, search
+from gems.planner.techniques import levels
 from gems.plans.describe import describe
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import footprint
@@ -333,6 +334,61 @@ def test_the_largest_image_is_the_largest_that_fits() -> None:
             model, torch.empty(1, 3, 2 * side, 2 * side, device="meta"), ranks=2, machine=V100,
             memory="4MiB", micro_batches=2,
         )  # fmt: skip
+
+
+def _small_networks() -> list[tuple[str, nn.Module]]:
+    with torch.device("meta"):
+        return [
+            ("resnet", models.build("resnet_v2", depth=11, width=4)),
+            ("u-net", models.build("unet", width=4, levels=2)),
+        ]
+
+
+@pytest.mark.parametrize(("name", "model"), _small_networks(), ids=lambda x: str(x)[:6])
+def test_more_ranks_and_more_memory_never_give_a_smaller_image(name: str, model: nn.Module) -> None:
+    """Story: one rank streamed a U-Net of 1504 cells, for which four ranks had no plan."""
+    study = Study(model, torch.empty(1, 3, 64, 64, device="meta"), machine("cpu"), "estimate")
+    budgets, sides = (2**20, 2**22), {}
+    for memory in budgets:
+        for ranks in (1, 2, 4):
+            request = Request(ranks, memory, 4, "memory", store=2**25)
+            sides[memory, ranks] = study.largest_side(request, most=2048)
+        one, two, four = (sides[memory, ranks] for ranks in (1, 2, 4))
+        assert one <= two <= four, sides
+        # Where activations limit, here in the store, p ranks have p times as much of it.
+        assert two >= 0.85 * 2**0.5 * one and four >= 0.85 * 2 * one, sides
+    for ranks in (1, 2, 4):
+        assert sides[budgets[0], ranks] <= sides[budgets[1], ranks], sides
+
+
+def test_each_technique_adds_to_the_largest_image_and_the_plan_says_how_much() -> None:
+    with torch.device("meta"):
+        model = models.build("resnet_v2", depth=11, width=4)
+    sample = torch.empty(1, 3, 64, 64, device="meta")
+    study = Study(model, sample, machine("cpu"), "estimate")
+    request = Request(2, 2**21, 2, "memory", store=2**26)
+    sides = study.largest_sides(request, wanted=levels())
+    assert [side for _, side in sides] == sorted(side for _, side in sides)
+    assert sides[0][1] < sides[-1][1] == study.largest_side(request)
+    found = plan(
+        model, sample, ranks=2, machine="cpu", memory=2**21, micro_batches=2, objective="image",
+        store=2**26,
+    )  # fmt: skip
+    for name, side in sides:
+        assert name in found.why and f"{side} x {side}" in found.why
+
+
+def test_what_does_not_fit_the_store_does_not_fit() -> None:
+    with torch.device("meta"):
+        model = models.build("resnet_v2", depth=11, width=4)
+    study = Study(model, torch.empty(1, 3, 256, 256, device="meta"), machine("cpu"), "estimate")
+    request = Request(1, 2**21, 1)
+    best = study.search(request).best
+    assert best.prediction.offloaded > 0
+    less = replace(request, store=best.prediction.offloaded - 1)
+    assert all(c.prediction.offloaded <= less.store for c in study.search(less).fitting)
+    with pytest.raises(PlanError, match=r"and stores of 1\.0 KiB"):
+        study.plan(replace(request, store=1024))
 
 
 def test_what_fits_is_found_on_paper_even_if_seconds_are_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,7 +14,7 @@ from gems.errors import PlanError
 from gems.hardware import machine
 from gems.planner.request import Request
 from gems.plans.plan import Plan
-from gems.torch.planning import Study
+from gems.torch.planning import STEP, Study
 from gems.torch.trainer import Trainer
 
 from .networks import NETWORKS
@@ -34,14 +35,32 @@ class Images:
         return torch.ones([len(range(n)[s]) for n, s in zip(self.shape, box, strict=True)])
 
 
-def trained(name: str, images: int, side: int, plan: Plan) -> int:
-    """On this rank of the plan."""
+class Masks:
+    """Classes of pixels that are made when they are asked for."""
+
+    dtype = "int64"
+
+    def __init__(self, images: int, side: int) -> None:
+        self.shape = (images, side, side)
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        box = box if isinstance(box, tuple) else (box,)
+        box = (*box, *(slice(None),) * (len(self.shape) - len(box)))
+        return torch.zeros(
+            [len(range(n)[s]) for n, s in zip(self.shape, box, strict=True)], dtype=torch.int64
+        )
+
+
+def trained(name: str, images: int, side: int, plan: Plan, boxes: bool = False) -> int:
+    """On this rank of the plan. With `boxes`, of masks too only boxes are ever there."""
     network = NETWORKS[name]
-    model, target = network.make(), network.target(images, side)
+    model, target = network.make(), network.target(images, side if not boxes else 1)
+    wanted = Masks(images, side) if boxes and target.dim() > 1 else target
+    target = target if wanted is target else torch.empty(0)
     sample = torch.empty(1, 3, side, side, device="meta")
     trainer = Trainer(model, network.loss, sgd, sample, plan, costs="estimate")
     with LiveBytes() as live:
-        trainer.step(Images(images, side), target)
+        trainer.step(Images(images, side), wanted)
     if not plan.residency[0].weights_offload:
         return live.peak + resident(model, target)
     # Memory of weights that come and go is none that an operation makes: it is the engine's count,
@@ -118,6 +137,21 @@ def plans(name: str, ranks: int, images: int, side: int, cap: float) -> Iterator
             yield found
         part *= 0.85
         found = plan(part) if len(seen) < 4 and part > 0.1 else None
+
+
+def largest(name: str, ranks: int, images: int, cap: float, store: float) -> tuple[int, Plan, str]:
+    """The largest side that the planner knows a plan for, with so many bytes on each rank's disk;
+    the plan, and what it says of the next side."""
+    study, target = _study(name, 256), NETWORKS[name].target(1, 1)
+    here = 0 if target.dim() > 1 else images * target.element_size()  # masks are read in boxes
+    request = Request(ranks, cap - here, images, "image", state=0.0, store=store)
+    plan, found = study.choose(request)
+    side = found.images[0].shape[-1]
+    try:
+        found.at(side + STEP).plan(replace(request, objective="time"))
+    except PlanError as error:
+        return side, plan, str(error).split(". ")[0]
+    raise AssertionError(f"the planner has a plan for {side + STEP}, and called {side} the largest")
 
 
 @cache

@@ -11,6 +11,8 @@ from gems.draw.units import size
 
 from .search import Trial
 
+FIRST = "2026-11-16"  # when rows were run that do not say
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,7 +30,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What a search came to; `more`: time ended it."""
+    """What a search came to; `more`: time ended it. `date` is the day on which it was run."""
 
     case: Case
     side: int
@@ -36,6 +38,7 @@ class Row:
     seconds: float
     more: bool
     note: str
+    date: str = FIRST
 
 
 class Results:
@@ -58,7 +61,8 @@ class Results:
         """The newest of each case."""
         fields = ("side", "peak", "seconds", "more", "note")
         found = [x for x in self._lines if x["kind"] == "row"]
-        return list({_case(x): Row(_case(x), *(x[f] for f in fields)) for x in found}.values())
+        rows = [Row(_case(x), *(x[f] for f in fields), date=x.get("date", FIRST)) for x in found]
+        return list({row.case: row for row in rows}.values())
 
     def add_row(self, row: Row) -> None:
         self._add({"kind": "row", **asdict(row.case), **asdict(row) | {"case": str(row.case)}})
@@ -78,7 +82,7 @@ def table(rows: Iterable[Row], order: tuple[list[str], list[str]]) -> str:
     rows = list(rows)
     networks, ways = order
     base = {(r.case.network, r.case.cap): r.side for r in rows if r.case.way == ways[0]}
-    lines = ["| network | cap | ranks | way | side | x | live | s | how |", "|---" * 9 + "|"]
+    lines = ["| network | cap | ranks | way | side | x | live | s | day | how |", "|---" * 10 + "|"]
 
     def place(row: Row) -> tuple[int, int, int, int]:
         case = row.case
@@ -90,8 +94,8 @@ def table(rows: Iterable[Row], order: tuple[list[str], list[str]]) -> str:
         if row.side:
             cells.append(f"{row.side}{' or more' * row.more}")
             cells.append(f"{row.side / plain:.2f}" if plain else "")
-            cells += [size(row.peak or 0), f"{row.seconds:.0f}", row.note]
+            cells += [size(row.peak or 0), f"{row.seconds:.0f}", row.date, row.note]
         else:
-            cells += ["none", "", "", "", row.note]
+            cells += ["none", "", "", "", row.date, row.note]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

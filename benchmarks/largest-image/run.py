@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python -m benchmarks.largest-image.run --caps 256MiB 1GiB
     PYTHONPATH=. python -m benchmarks.largest-image.run --only "ResNet-110-v2, GEMS"
+    PYTHONPATH=. python -m benchmarks.largest-image.run --store 6GiB --ranks 1 --caps 256MiB
     PYTHONPATH=. python -m benchmarks.largest-image.run --table
 
 Every side in the table was really trained on. Each step is a line of the results file as soon as it
@@ -20,12 +21,13 @@ import torch
 from benchmarks.pipeline.ranks import RankError, Ranks
 from benchmarks.where import where
 from gems.draw.units import size
+from gems.errors import PlanError
 from gems.hardware import bytes_of
 
 from .networks import NETWORKS
 from .results import Case, Results, Row, table
 from .search import Trial, largest
-from .ways import WAYS, Cannot
+from .ways import ABOVE, WAYS, Cannot, from_above
 
 log = logging.getLogger("largest")
 HERE = Path(__file__).parent
@@ -67,7 +69,23 @@ class Bench:
             note += f"; {found.first.side}: {why}"
         peak, seconds = (found.trial.peak, found.trial.seconds) if found.trial else (None, 0.0)
         more = found.stopped or (found.first is not None and SILENT in found.first.note)
-        row = Row(case, found.side, peak, seconds, more, note.strip("; "))
+        today = time.strftime("%Y-%m-%d")
+        row = Row(case, found.side, peak, seconds, more, note.strip("; "), today)
+        self.results.add_row(row)
+        return row
+
+    def above(self, network: str, ranks: int, cap: int, store: int) -> Row:
+        """The planner's largest image with stores of so many bytes, really trained."""
+        self.open(ranks)
+        start, way = time.monotonic(), ABOVE
+        assert self.ranks is not None
+        try:
+            side, peak, note = from_above(self.ranks, network, IMAGES[ranks], cap, store)
+        except (Cannot, RankError, PlanError) as error:
+            side, peak, note = 0, None, str(error).strip().splitlines()[-1][:300]
+        note = f"{size(store)} of disk for each rank; {note}"
+        seconds, today = round(time.monotonic() - start, 2), time.strftime("%Y-%m-%d")
+        row = Row(Case(network, ranks, way, cap), side, peak, seconds, False, note, today)
         self.results.add_row(row)
         return row
 
@@ -79,9 +97,8 @@ class Bench:
 
     def trial(self, case: Case, side: int, cap: int) -> Trial:
         """One step, or what went wrong."""
-        if self.ranks is None or self.ranks.size != case.ranks or not self.ranks._pipes:
-            self.close()
-            self.ranks = Ranks(case.ranks, timeout=1.5 * self.longest)
+        self.open(case.ranks)
+        assert self.ranks is not None
         start = time.monotonic()
         try:
             images = WAYS[case.way].images or IMAGES[case.ranks]
@@ -94,6 +111,11 @@ class Bench:
         took = time.monotonic() - start
         log.info("%s: %s %s, %.0f s; %s", case, side, size(peak or 0), took, note)
         return Trial(side, peak, round(took, 2), note)
+
+    def open(self, ranks: int) -> None:
+        if self.ranks is None or self.ranks.size != ranks or not self.ranks._pipes:
+            self.close()
+            self.ranks = Ranks(ranks, timeout=1.5 * self.longest)
 
     def close(self) -> None:
         if self.ranks is not None:
@@ -108,6 +130,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:3], choices=list(NETWORKS))
     parser.add_argument("--only", default="", help="ways whose name has this in it")
     parser.add_argument("--longest", type=float, default=240, help="seconds of one trial, about")
+    parser.add_argument("--store", help="only GEMS, from above: what each rank may have on disk")
     parser.add_argument("--start", type=int, help="the side to begin with, if none was tried yet")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     parser.add_argument("--table", action="store_true", help="only print what was found so far")
@@ -128,7 +151,15 @@ def main() -> None:
         for network in given.networks:
             for ranks in given.ranks:
                 for way in WAYS:
-                    if given.only not in way or ranks not in WAYS[way].ranks:
+                    if way == ABOVE and given.store:
+                        for cap in map(bytes_of, given.caps):
+                            rows.append(bench.above(network, ranks, cap, bytes_of(given.store)))
+                    if (
+                        given.store
+                        or way == ABOVE
+                        or given.only not in way
+                        or ranks not in WAYS[way].ranks
+                    ):
                         continue
                     for cap in map(bytes_of, given.caps):
                         rows.append(bench.row(network, ranks, way, round(cap)))

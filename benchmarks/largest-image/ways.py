@@ -15,6 +15,7 @@ from gems.draw.units import size
 from gems.errors import PlanError
 from gems.plans.describe import describe
 from gems.plans.plan import Plan
+from gems.torch.planning import STEP
 
 from . import ours, peer, plain, streaming
 
@@ -83,6 +84,24 @@ def _gems(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
     return best
 
 
+def from_above(
+    ranks: Ranks, name: str, images: int, cap: float, store: float
+) -> tuple[int, int, str]:
+    """The side, bytes and how of the planner's largest image, really trained. If the step takes
+    more than the cap, the planner is given as much less."""
+    part = 1.0
+    for _ in range(3):
+        side, plan, beyond = ours.largest(name, ranks.size, images, part * cap, store)
+        log.info("  %s on %s ranks: %s, %s", name, ranks.size, side, describe(plan))
+        peak = max(ranks.run(ours.trained, name, images, side, plan, True))
+        how = f"{describe(plan)}; {side + STEP}: {beyond}"
+        if peak <= cap:
+            return side, peak, how
+        part *= cap / peak
+    raise Cannot(f"{side}: the step takes {size(peak)}, more than the planner predicts")
+
+
+ABOVE = "GEMS, values on disk"  # searched from the planner's prediction down
 WAYS = {
     "PyTorch": Way(_plain, (1,)),
     "PyTorch, checkpointed": Way(_checkpointed, (1,)),
@@ -102,6 +121,7 @@ WAYS = {
         (2, 4),
     ),
     "GEMS": Way(_gems, (1, 2, 4), by_cap=True),
+    ABOVE: Way(_gems, (1, 2, 4), by_cap=True),
 }
 
-__all__ = ["WAYS", "Cannot", "RankError", "Way"]
+__all__ = ["ABOVE", "WAYS", "Cannot", "RankError", "Way", "from_above"]

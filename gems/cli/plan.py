@@ -48,6 +48,11 @@ OPTIONS = {
     "--micro-batches": count(
         0, "with --auto: micro-batches per step over all ranks (default: two per rank)"
     ),
+    "--store": string(
+        None,
+        "with --auto: what each rank may offload, to the host or to disk (default: any size)",
+        "SIZE",
+    ),
     "--out": path("write the plan as JSON"),
 }
 
@@ -85,11 +90,15 @@ def planned(given: argparse.Namespace) -> tuple[Plan, CompiledPlan]:
     if given.auto:
         wanted: dict[str, Any] = {"objective": given.objective, "schedule": given.schedule or ""}
         wanted["state"] = study.state()
+        if given.store:
+            wanted["store"] = bytes_of(given.store)
         request = Request.on(on, given.auto, memory, given.micro_batches, **wanted)
         plan, study = study.choose(request)
         return plan, study.compiled(plan, request)
-    if given.objective != "time" or given.micro_batches:
-        raise PlanError("--objective and --micro-batches are for the planner: give --auto too")
+    if given.objective != "time" or given.micro_batches or given.store:
+        raise PlanError(
+            "--objective, --micro-batches and --store are for the planner: give --auto too"
+        )
     plan = plan_from(given)
     compiled = study.compiled(plan, Request.of(plan, memory, study.state()))
     return compiled.plan, compiled

@@ -174,6 +174,8 @@ class Engine:
         def work() -> None:
             found = self.adapter.backward(s, i, gradients, whole=whole, reduce=reduce)
             gradients.clear()
+            if self.plan.activations[s].patches:  # the first patch made gradients of weights
+                self._count_state()
             self.meter.spike("activations", self.adapter.temporary_bytes(s, i))
             if whole:
                 self._free(s, i)

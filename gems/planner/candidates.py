@@ -17,6 +17,8 @@ from gems.schedule.build import BY_SAMPLE
 UNITS = (4, 16)  # stages of one rank, to be unsharded one after the other
 APART = (4, 16, 64, 128)  # the same, of which one or two are on the device at a time
 LONG = 2048  # times that ranks run a stage in a step of a copy: it takes long to simulate more
+STREAMED = (1, 2, 3, 6, 16)  # stages over patches, on the same ranks
+SOME_TIMES, MANY_TIMES = 6, 16  # of these, from how many on weights are stored too, or always
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -101,19 +103,27 @@ def _apart(plan: Plan, blocks: int) -> Iterator[Plan]:
 
 
 def streaming(
-    graph: Graph, ranks: int, micro_batches: int, place: str, schedule: str = ""
+    graph: Graph,
+    ranks: int,
+    micro_batches: int,
+    place: str,
+    schedule: str = "",
+    *,
+    finest: bool = False,
 ) -> Iterator[Choice]:
     """The first blocks of the model over patches of the image, one after the other: on every rank
     of its own, on tiles of all ranks, or along a pipeline. What stages on one rank each hand each
-    other, and their sweeps, is in memory or in a store at a `place`."""
+    other, and their sweeps, is in memory or in a store at a `place`, and so may their weights be.
+    With the `finest` patches only, no others take less memory."""
     reach = streaming_blocks(graph)
-    for copies in _divisors(ranks) if reach else ():
+    patches = list(_patches(graph, finest=finest)) if reach else []
+    for copies in _divisors(ranks) if patches else ():
         p, m = ranks // copies, micro_batches // copies
         if micro_batches % copies:
             continue
-        for patches, times in _patches(graph):
+        for parts, times in patches:
             if times <= reach:
-                for choice in _streaming(graph, reach, p, m, patches, times, place):
+                for choice in _streaming(graph, reach, p, m, parts, times, place):
                     if schedule in ("", choice.plan.schedule):
                         yield replace(choice, plan=replace(choice.plan, data=copies))
 
@@ -129,8 +139,7 @@ def _streaming(
         plan = Plan(
             stages=depth, ranks=1, schedule="sequential", micro_batches=m, stream=(patches,) * times
         )
-        yield Choice("streaming", plan)
-        yield Choice("streaming, values stored", replace(plan, offload=stored))
+        yield from _with_stores("streaming", plan, times, place)
         return
     if times == 1 and p - 1 <= rest:
         plan = Plan(stages=p, micro_batches=m, stream=(patches,))
@@ -145,18 +154,42 @@ def _streaming(
             stages=depth, schedule="sequential", micro_batches=m, spatial=(tiles,) * times,
             stream=(patches,) * times, placement=(group,) * times + (0,) * bool(rest),
         )  # fmt: skip
-        yield Choice("streaming on tiles", plan)
-        yield Choice("streaming on tiles, values stored", replace(plan, offload=stored))
+        yield from _with_stores("streaming on tiles", plan, times, place)
 
 
-def _patches(graph: Graph) -> Iterator[tuple[tuple[int, ...], int]]:
+def _with_stores(family: str, plan: Plan, times: int, place: str) -> Iterator[Choice]:
+    """A plan that streams in so many stages of the same ranks, with less and less in memory."""
+    stored = (f"values:{place}",)
+    if times < MANY_TIMES:
+        yield Choice(family, plan)
+        yield Choice(f"{family}, values stored", replace(plan, offload=stored))
+    if times >= SOME_TIMES:
+        both = (*stored, f"weights:{place}")
+        yield Choice(f"{family}, values and weights stored", replace(plan, offload=both))
+
+
+def alike(graph: Graph, choice: Choice) -> Iterator[Choice]:
+    """A choice for images of another size, in the patches that it has and in the finest."""
+    yield choice
+    streamed = [policy.patches for policy in choice.plan.activations if policy.patches]
+    for parts, times in _patches(graph, finest=True):
+        if times == 1 and streamed and set(streamed) != {parts}:
+            finest = replace(choice.plan, stream=(parts,) * len(streamed))
+            yield replace(choice, plan=finest)
+
+
+def _patches(graph: Graph, *, finest: bool = False) -> Iterator[tuple[tuple[int, ...], int]]:
     """Square grids of patches, with no fewer than a few cells to a patch, and in how many stages:
     less overlaps in each of several, but what they send each other is whole."""
     shape = graph.value[graph.inputs[0]].shape[2:]
+    found: dict[int, list[int]] = {}
     for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
-        for times in (1, 2, 3, 6) if parts in (4, 8, 16, 32, 64) else (1,):
-            if parts * 16 <= min(shape):
-                yield (parts,) * len(shape), times
+        for times in STREAMED if parts in (4, 8, 16, 32, 64, 128, 256) else (1,):
+            if parts * 16 <= min(shape, default=0):
+                found.setdefault(times, []).append(parts)
+    for times, grids in found.items():
+        for parts in grids[-1:] if finest else grids:
+            yield (parts,) * len(shape), times
 
 
 def sharding(choice: Choice, blocks: int) -> Iterator[Choice]:

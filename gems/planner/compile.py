@@ -73,7 +73,8 @@ class Prediction:
     """What a step should take: seconds, bytes on its fullest rank, and why.
 
     `fullest` is what that rank's bytes are; `workspace` comes on top of them, and what is
-    `reserved` for context and communicators. `idle` is the share of time that ranks wait, `sums`
+    `reserved` for context and communicators. `offloaded` is the most that a rank has on the host or
+    on disk. `idle` is the share of time that ranks wait, `sums`
     the seconds that all-reduces add at the end.
     """
 
@@ -83,6 +84,7 @@ class Prediction:
     idle: float
     sums: float
     reserved: int = 0
+    offloaded: int = 0
 
     @property
     def bytes(self) -> int:
@@ -147,6 +149,15 @@ class CompiledPlan:
         return most + self.reserved, activations + self.reserved
 
     @cached_property
+    def least_offloaded(self) -> float:
+        """Bytes that the fullest store has of what streamed stages hand each other, once all of
+        forward ran."""
+        return max(
+            sum(x.size for x in self.costs.stored if x.source in on and on & {*x.readers})
+            for on in map(set, self.plan.stages_in_copy)
+        )
+
+    @cached_property
     def least_seconds(self) -> float:
         """That no order is shorter than."""
         if self.plan.asynchronous:
@@ -168,7 +179,10 @@ class CompiledPlan:
         if self.plan.asynchronous:
             seconds = max(seconds, self.least_seconds)
         sums = max(timeline.seconds - work, 0.0)
-        return Prediction(seconds, fullest, round(extra), timeline.bubble, sums, self.reserved)
+        offloaded = max((m.offloaded for row in timeline.memory for _, m in row), default=0)
+        return Prediction(
+            seconds, fullest, round(extra), timeline.bubble, sums, self.reserved, offloaded
+        )
 
 
 def _require_stored(plan: Plan, costs: Costs) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from gems.draw.table import table
 from gems.draw.units import seconds, size
 from gems.errors import PlanError
+from gems.planner.request import Request
 from gems.planner.search import Candidate, SearchResult, largest_kind
 from gems.plans.describe import describe, offloaded, recomputes, streamed
 from gems.plans.plan import Plan
@@ -21,16 +22,18 @@ def explain(found: SearchResult, samples: int = 1) -> str:
     rows: dict[str, tuple[str, ...]] = {}
     best = [found.best] if found.fitting else []
     for c in (*best, *found.fitting, *found.rest):
-        fits = c.bytes <= request.memory
+        fits = c.fits(request)
         rate = f"{c.rate * samples:.3g}" if fits else "-"
         mark = "*" if fits and c is found.best else " "
-        rest = (size(c.bytes), f"{c.prediction.idle:.0%}", limit(c, request.memory))
+        rest = (size(c.bytes), f"{c.prediction.idle:.0%}", limit(c, request))
         rows.setdefault(c.family, (mark, c.family, describe(c.plan), rate, *rest))
     for p in found.pruned:
         rate = f"< {p.plan.total * samples / p.seconds:.3g}"
         why = (
             f"memory: at least {size(p.bytes - request.memory)} too much"
             if p.bytes > request.memory
+            else f"store: at least {size(p.offloaded - request.store)} too much"
+            if p.offloaded > request.store
             else "slower than the best even without waiting"
         )
         row = (" ", p.family, describe(p.plan), rate, f"> {size(p.bytes)}", "", why)
@@ -91,8 +94,9 @@ def offloading_gains(found: SearchResult) -> str:
     """What the best plan gains by offload."""
     best = found.best
     others = _sizes(found, lambda plan: not plan.offload)
-    where = best.plan.offload[0].partition(":")[2]
-    text = f"{' and '.join(offloaded(best.plan))} to {where}: {size(best.bytes)} are enough"
+    where, away = best.plan.offload[0].partition(":")[2], size(best.prediction.offloaded)
+    text = f"{' and '.join(offloaded(best.plan))} to {where}, {away} of each rank at most: "
+    text += f"{size(best.bytes)} are enough"
     if others and min(others) > best.bytes:
         return f"{text} where the leanest without takes {size(min(others))}"
     return f"{text}, and what fits without takes longer"
@@ -123,13 +127,16 @@ def _twins(plan: Plan, other: Plan) -> bool:
     return plan.runs_like(other) and plan.zero == other.zero and not recomputes(plan)
 
 
-def limit(candidate: Candidate, memory: float) -> str:
+def limit(candidate: Candidate, request: Request) -> str:
     """What keeps a candidate from fitting, or from being faster."""
     expected = candidate.prediction
-    if candidate.bytes > memory:
+    if candidate.bytes > request.memory:
         kind = largest_kind(expected.fullest)
         share = getattr(expected.fullest, kind) / candidate.bytes
-        return f"memory: {size(candidate.bytes - memory)} too much ({share:.0%} is {kind})"
+        more = size(candidate.bytes - request.memory)
+        return f"memory: {more} too much ({share:.0%} is {kind})"
+    if expected.offloaded > request.store:
+        return f"store: {size(expected.offloaded - request.store)} too much"
     if expected.sums > 0.15 * expected.seconds:
         return f"all-reduce of gradients: {seconds(expected.sums)} after the last backward"
     if expected.idle > 0.15:
@@ -142,6 +149,16 @@ def chosen(found: SearchResult, largest: str = "") -> Candidate:
     if found.fitting:
         return found.best
     request = found.request
+    if stored := [
+        *((c.prediction.offloaded, c.plan) for c in found.rest if c.bytes <= request.memory),
+        *((p.offloaded, p.plan) for p in found.pruned if p.bytes <= request.memory),
+    ]:
+        needed, plan = min(stored, key=lambda pair: pair[0])
+        raise PlanError(
+            f"nothing fits {request.ranks} ranks with {size(request.memory)} each and stores of "
+            f"{size(request.store)}. {describe(plan)} offloads {size(needed)} of each rank. Give "
+            "larger stores, more memory or more ranks" + (f"; {largest}" if largest else "")
+        )
     least = "weights, gradients, optimizer, activations of one micro-batch"
     leanest = sorted(
         [(c.bytes, c.plan, _parts(c)) for c in found.rest]

@@ -8,6 +8,7 @@ from typing import Any
 
 from gems.errors import PlanError
 from gems.hardware import Machine
+from gems.planner.techniques import allowed
 from gems.plans.fields import SCHEDULES
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM
@@ -23,6 +24,8 @@ class Request:
     objective  least `time`, least `memory`, or the largest `image` that fits
     state      bytes of the optimizer's state per byte of trained parameters, as these are stored
     schedule   the only one wanted; "" for any that trains as one device does
+    without    techniques (gems/planner/techniques.py) that no plan may use
+    store      bytes that each rank may offload, to the host or to disk
     """
 
     ranks: int
@@ -31,6 +34,8 @@ class Request:
     objective: str = "time"
     state: float = ADAM
     schedule: str = ""
+    without: tuple[str, ...] = ()
+    store: float = inf
 
     def __post_init__(self) -> None:
         known = {"objective": OBJECTIVES, "schedule": ("", *SCHEDULES)}
@@ -51,6 +56,10 @@ class Request:
     def of(cls, plan: Plan, memory: float | None = None, state: float = ADAM) -> Request:
         """What a plan that is given does, under a memory budget if there is one."""
         return cls(plan.world, inf if memory is None else memory, plan.total, state=state)
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether a plan does without what is not wanted."""
+        return allowed(plan, self.without)
 
     @property
     def limited(self) -> bool:

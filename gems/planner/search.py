@@ -13,6 +13,7 @@ from gems.model.costs import Costs
 from gems.model.graph import Graph
 from gems.planner.candidates import (
     Choice,
+    alike,
     choices,
     offloading,
     recomputing,
@@ -54,6 +55,10 @@ class Candidate:
         """On its fullest rank."""
         return self.prediction.bytes
 
+    def fits(self, request: Request) -> bool:
+        """In memory, and what it offloads in the store."""
+        return self.bytes <= request.memory and self.prediction.offloaded <= request.store
+
     @property
     def rate(self) -> float:
         """Micro-batches per second."""
@@ -65,7 +70,7 @@ class Pruned:
     """A plan that was not simulated, because the least it could take is already too much.
 
     `activations` is the part of its bytes that is not state, `reserved` the part of both that holds
-    no tensors.
+    no tensors; `offloaded` is what its fullest store has.
     """
 
     family: str
@@ -74,6 +79,10 @@ class Pruned:
     bytes: float
     activations: float
     reserved: int = 0
+    offloaded: float = 0.0
+
+    def fits(self, request: Request) -> bool:
+        return self.bytes <= request.memory and self.offloaded <= request.store
 
 
 @dataclass(frozen=True)
@@ -119,18 +128,20 @@ def search(
     enough: bool = False,
     prune: bool = True,
     offered: Offered | None = None,
+    first: Choice | None = None,
 ) -> SearchResult:
     """Simulate all candidates, the most promising first, but those that can neither win nor fit.
 
     What does not fit is tried again with its state sharded, then with recomputation, then with
     state or activations offloaded, and if nothing fits then, one patch of the image after the
     other; where memory is the objective, all of that is. If any plan that fits is `enough`, stop at
-    the first. Without `prune`, none is left out. What is not `offered` is rejected.
+    the first, and try plans like `first` before all others. Without `prune`, none is left out. What
+    is not `offered` is rejected.
     """
     blocks = max(FEW, 4 * request.ranks) if request.ranks > 1 else MANY
     small, lumped = coarse(graph, costs, blocks)
     memo = Memo(small, lumped, machine, request, partial(_reject_whole, small))
-    return Search(graph, memo, enough, prune, offered or _anything).run()
+    return Search(graph, memo, enough, prune, offered or _anything).run(first)
 
 
 Bounds = dict[Choice, Pruned]  # choices that need too much memory, with the least that they take
@@ -171,8 +182,12 @@ class Search:
         """Seconds, or bytes, from which on a plan cannot win."""
         return (TIE if self.by_time else 1.0) * self.best
 
-    def run(self) -> SearchResult:
+    def run(self, first: Choice | None = None) -> SearchResult:
         graph, request = self.memo.graph, self.request
+        if self.enough and first is not None:
+            self.try_all(alike(graph, first))
+            if self.fitting:
+                return self.result
         options = list(choices(graph, request.ranks, request.micro_batches, request.schedule))
         if not options:
             self.rejected[request.schedule or "any"] = _no_options(request)
@@ -181,10 +196,9 @@ class Search:
         if not self.by_time or not self.fitting:
             self._try_everything(options)
         if not (self.fitting and (self.by_time or self.enough)):
-            place = self.memo.machine.elsewhere
-            self.try_all(
-                streaming(graph, request.ranks, request.micro_batches, place, request.schedule)
-            )
+            place, finest = self.memo.machine.elsewhere, self.enough
+            m, schedule = request.micro_batches, request.schedule
+            self.try_all(streaming(graph, request.ranks, m, place, schedule, finest=finest))
         if not self.enough:
             self._leave_out()
         return self.result
@@ -240,7 +254,7 @@ class Search:
         large: Bounds = {}
         for choice, bound, compiled in self.bounded(options):
             reached = bound.seconds if self.by_time else bound.bytes
-            too_large = bound.bytes > self.request.memory
+            too_large = not bound.fits(self.request)
             if too_large:
                 large[choice] = bound
             hopeless = too_large or reached >= self.hopeless
@@ -248,7 +262,7 @@ class Search:
                 self.pruned.append(bound)
             elif (found := self._simulated(choice, compiled)) is None:
                 continue
-            elif found.bytes <= self.request.memory:
+            elif found.fits(self.request):
                 self.fitting.append(found)
                 self.best = min(self.best, found.seconds if self.by_time else found.bytes)
             else:
@@ -280,6 +294,8 @@ class Search:
         memo, found = self.memo, []
         for choice in options:
             self.tried.add(choice.plan)
+            if not self.request.allows(choice.plan):
+                continue
             try:
                 self.offered(choice.plan)
                 compiled = compile_plan(
@@ -289,7 +305,7 @@ class Search:
             except PlanError as error:
                 self.rejected.setdefault(choice.family, str(error))
                 continue
-            least = (compiled.least_seconds, *sizes, compiled.reserved)
+            least = (compiled.least_seconds, *sizes, compiled.reserved, compiled.least_offloaded)
             bound = Pruned(choice.family, compiled.plan, *least)
             found.append((choice, bound, compiled))
 

@@ -200,6 +200,9 @@ class _Rank:
             self._take(Message("gradient", sink, s, i, action.part))
         if self.plan.residency[s].frees_gradients and self.replicated[s]:
             self.gradients[s] = self.shares[s].gradients
+        if self.plan.activations[s].patches:  # the first patch makes those of weights
+            self.gradients.setdefault(s, self.shares[s].gradients)
+            self.meter.set_resident(self._resident())
         self.meter.spike("activations", round(self.costs[s].temporary))
         if action.kind is Kind.BACKWARD:
             self._free(s)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from gems.hardware import Machine, bytes_of
 from gems.model.costs import Costs
 from gems.model.estimate import estimate
 from gems.model.graph import Graph
+from gems.planner.candidates import Choice
 from gems.planner.compile import CompiledPlan, compile_plan
 from gems.planner.explain import chosen, explain
 from gems.planner.request import Request
 from gems.planner.search import SearchResult, search
+from gems.planner.techniques import gains, levels
 from gems.plans.plan import Plan
 from gems.plans.residency import ADAM, with_masters
 from gems.torch.gpu_machine import machine_here
@@ -31,6 +33,7 @@ from gems.torch.state.master_weights import stored_in_half
 from gems.torch.tracing.profile import measure
 from gems.torch.tracing.trace import as_module, trace
 
+MOST = 2**17  # the largest side that is tried
 STEP = 32  # sides of images are tried in steps of so many cells
 
 
@@ -48,6 +51,7 @@ def plan(
     schedule: str = "",
     precision: str = "fp32",
     master_weights: bool = False,
+    store: str | float | None = None,
 ) -> Plan:
     """The best plan for `model` on inputs like `sample`; `plan.explain()` gives the reasons.
 
@@ -65,11 +69,18 @@ def plan(
                    speed, where the machine has one for it
     master_weights  weights and gradients in `precision`, and fp32 masters with the optimizer's
                    state, as gems.Trainer has them
+    store          bytes that each rank may offload, to the host or to disk; any if left out
     """
     on = machine_here(machine)
     budget = None if memory is None else bytes_of(memory)
     study = Study(model, sample, on, costs, precision, master_weights)
-    wanted = {"objective": objective, "state": study.state(state), "schedule": schedule}
+    wanted: dict[str, Any] = {
+        "objective": objective,
+        "state": study.state(state),
+        "schedule": schedule,
+    }
+    if store is not None:
+        wanted["store"] = bytes_of(store)
     request = Request.on(on, ranks, budget, micro_batches, **wanted)
     return study.choose(request)[0]
 
@@ -133,17 +144,27 @@ class Study:
         if it has `optimizer` per byte of fp32 weights."""
         return with_masters(optimizer) if self.master_weights else optimizer
 
-    def search(self, request: Request, *, enough: bool = False, prune: bool = True) -> SearchResult:
-        return search(*self.graph, self.machine, request, enough=enough, prune=prune)
+    def search(
+        self,
+        request: Request,
+        *,
+        enough: bool = False,
+        prune: bool = True,
+        first: Choice | None = None,
+    ) -> SearchResult:
+        return search(*self.graph, self.machine, request, enough=enough, prune=prune, first=first)
 
     def choose(self, request: Request) -> tuple[Plan, Study]:
         """The best plan, and the study of the images that it is for."""
-        study = self
         with _uncollected():
-            if request.objective == "image":
-                study = self.at(self.largest_side(replace(request, objective="memory")))
-                request = replace(request, objective="time")
-            return study.plan(request), study
+            if request.objective != "image":
+                return self.plan(request), self
+            sides = self.largest_sides(replace(request, objective="memory"))
+            if not sides[-1][1]:
+                raise self.none_fits(request)
+            study = self.at(sides[-1][1])
+            plan = study.plan(replace(request, objective="time"))
+            return replace(plan, why=f"{plan.why}{gains(sides)}"), study
 
     def plan(self, request: Request) -> Plan:
         """The best plan, with its reasons; if none fits, an error has what would."""
@@ -181,25 +202,51 @@ class Study:
 
         return replace(self, sample=pytree.tree_map(resized, self.sample))
 
-    def largest_side(self, request: Request, most: int = 2**17) -> int:
+    def largest_side(self, request: Request, most: int = MOST) -> int:
         """The largest square (or cubic) image for which some plan fits."""
+        side = self.largest_sides(request, most, [("", ())])[-1][1]
+        if not side:
+            raise self.none_fits(request)
+        return side
+
+    def largest_sides(
+        self,
+        request: Request,
+        most: int = MOST,
+        wanted: Sequence[tuple[str, tuple[str, ...]]] = (),
+    ) -> list[tuple[str, int]]:
+        """The largest side with each technique on top of those before it, 0 if none fits; the last
+        is with all. Plans that fit one side are tried first on the next."""
         if not self.images:
             raise PlanError("the sample holds no image, a tensor of three dims or more")
         paper = replace(self, costs="estimate")  # what fits does not depend on seconds
+        studies: dict[int, Study] = {}
+        first: Choice | None = None
 
-        def fits(side: int) -> bool:
+        def fits(side: int, request: Request) -> bool:
+            nonlocal first
             try:
-                return bool(paper.at(side).search(request, enough=True).fitting)
+                here = studies.setdefault(side, paper.at(side))
+                found = here.search(request, enough=True, first=first)
             except GemsError:  # too small for the network, or more tiles than pixels
                 return False
+            if found.fitting:
+                first = found.fitting[0].choice
+            return bool(found.fitting)
 
-        side = _largest(fits, STEP, most)
-        if not side:
-            raise PlanError(
-                f"not even images of {STEP} x {STEP} fit {request.ranks} ranks with "
-                f"{request.memory:,.0f} bytes each; give more memory or more ranks"
-            )
-        return side
+        sides: list[tuple[str, int]] = []
+        side = 0
+        for name, without in wanted or levels():
+            limited = replace(request, without=(*request.without, *without))
+            side = _largest(partial(fits, request=limited), STEP, most, side // STEP)
+            sides.append((name, side))
+        return sides
+
+    def none_fits(self, request: Request) -> PlanError:
+        return PlanError(
+            f"not even images of {STEP} x {STEP} fit {request.ranks} ranks with "
+            f"{request.memory:,.0f} bytes each; give more memory or more ranks"
+        )
 
     def hint(self, request: Request) -> str:
         """What image would fit, where this one does not."""
@@ -210,13 +257,16 @@ class Study:
         return f"the largest image that fits is {side} x {side}"
 
 
-def _largest(fits: Callable[[int], bool], step: int, most: int) -> int:
-    """The largest multiple of `step` up to `most` that fits, if all smaller ones do; 0 if none."""
-    low, high = 0, 8  # in steps; low fits, high may not
+def _largest(fits: Callable[[int], bool], step: int, most: int, low: int = 0) -> int:
+    """The largest multiple of `step` up to `most` that fits, if all smaller ones do; 0 if none.
+    `low` steps are known to fit."""
+    high = max(8, low + 1)  # in steps; low fits, high may not
     last = most // step
     while high <= last and fits(high * step):
         low, high = high, 2 * high
-    high = min(high, last + 1)
+    if high > last > low and fits(last * step):
+        return last * step
+    high = min(high, last)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)

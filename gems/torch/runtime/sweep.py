@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from gems.geometry.box import Box
 from gems.torch.autograd.saved_tensors import SavedTensors
 from gems.torch.runtime.codegen import write
+from gems.torch.runtime.patch_progress import patch_done
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.moments import merged
 from gems.torch.spatial.op import Run
@@ -213,4 +214,5 @@ def ahead(
     while now is not None:
         following = next(begun, None)
         yield *now, None if following is None else following[0]
+        patch_done()
         now = following
