@@ -33,6 +33,7 @@ from gems.predict.stage_costs import price
 from gems.torch.runtime.stage_programs import StagePrograms
 from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.spatial.partition import CallNotTileable
+from gems.torch.spatial.rules.conv_pool import CONVOLUTIONS
 from gems.torch.tracing.trace import trace
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
@@ -644,3 +645,65 @@ def test_the_command_line_streams(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     file.write_text(to_json(replace(plan, stream=((2, 2), (2, 2)))))
     assert main(["check", "--plan", str(file), *network]) == 0, "also its head, which runs once"
+
+
+# --- what is not computed twice -------------------------------------------------------------------
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The cells of each convolution that is computed forward, from now on."""
+    found: list[int] = []
+    run = F.conv2d
+
+    def conv2d(x: Tensor, *args: Any) -> Tensor:
+        y = run(x, *args)
+        found.append(y[0, 0].numel())
+        return y
+
+    monkeypatch.setitem(CONVOLUTIONS, 2, conv2d)
+    return found
+
+
+def test_patches_that_end_at_the_loss_run_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients are those of a sum, times what is known of the targets alone."""
+    cells = counting(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.Conv2d(4, 2, 1)).double()
+    data = noise((2, 3, 12, 12), 2, (2, 12, 12))
+    for name, times in (("weighted, and some ignored", 1), ("squares", 1), ("Dice", 2)):
+        cells.clear()
+        plan, loss = Plan(stream="2x3", micro_batches=2), LOSSES[name]
+        found = planned(copy.deepcopy(model), data, plan, loss)
+        assert_equal(found, plainly(copy.deepcopy(model), data, 2, loss))
+        assert sum(cells) == times * len(data) * 2 * 2 * 144, name
+
+
+@pytest.mark.parametrize("tiles", [(), "1x2"])
+def test_a_convolution_before_a_norm_is_not_run_again(
+    tiles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it made is stored for the norm: backward goes through it from there."""
+    cells = counting(monkeypatch)
+    model, data = residual(frozen=False), noise((1, 3, 24, 24), 3, (1,), steps=1)
+    found = planned(copy.deepcopy(model), data, Plan(stream="3x2", spatial=tiles))
+    plain, once = copy.deepcopy(model), []
+    for module in plain.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda m, x, y: once.append(y[0, 0].numel()))
+    plain(data[0][0])
+    assert sum(cells) == sum(once)
+    assert_equal(found, plainly(copy.deepcopy(model), data, 1))
+
+
+def test_patches_that_are_alike_share_one_program() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(4, 2, 3, padding=1),
+    )  # fmt: skip
+    stream = Plain(model, torch.randn(1, 3, 48, 48)).stream((6, 6))
+    programs = [
+        {id(run) for runs in s.known.values() for run in runs.values()} for s in stream.swept
+    ]
+    calls = [len(s.laid.calls) for s in stream.swept]
+    assert all(0 < len(p) <= 9 * n for p, n in zip(programs, calls, strict=True))

@@ -178,6 +178,22 @@ def test_a_stage_may_stream() -> None:
     same_state(state, expected[1])
 
 
+def test_the_loss_of_a_streamed_stage_is_known_before_its_backward() -> None:
+    """It is reported once forwards are done, where with other schedules backward computes it."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)]
+    model, draw = nn.Sequential(*layers).double(), torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(6, 2, 6, 6, dtype=torch.float64), torch.randint(3, (6, 6, 6), generator=draw))
+        for _ in range(3)
+    ]
+    plan = Plan(stages=2, micro_batches=3, stream=("2x2", "2x2"), schedule="2bw")
+    expected = by_equation(model, data, 3, MAKERS["momentum"])
+    losses, state = trained(plan, model, data, MAKERS["momentum"])
+    assert losses == pytest.approx(expected[0], rel=1e-10)
+    same_state(state, expected[1])
+
+
 def test_a_batch_that_the_model_does_not_take_leaves_the_one_before_alone() -> None:
     wrong = (torch.zeros(6, 2, 9, 9, dtype=torch.float64), DATA[0][1])
 

@@ -301,10 +301,18 @@ class _Memory:
                 for n in self.stored
                 if found.read[n][0] > at and n not in self.in_store
             )
-            patch = workspace(self.graph, row, self.fine, self.in_store) + self._boxes(at, row)
+            again = [i for i in row if not self._measured(at, i)]
+            patch = workspace(self.graph, again, self.fine, self.in_store) + self._boxes(at, row)
             patch += self._loss(at)
             most = max(most, patch + gradients - freed)
         return most
+
+    def _measured(self, at: int, i: int) -> bool:
+        """Whether a norm begins in a sweep, with what the sweep makes: backward then reads that
+        where it is stored, before the patches."""
+        block, made = self.graph.blocks[i], self.found.made
+        here = [n for n in block.reads if made.get(n) == at and n not in self.in_store]
+        return block.joins == 2 and bool(here) and any(made[n] > at for n in block.writes)
 
     def _loss(self, at: int) -> float:
         """What a cross-entropy saves of a patch: log-probabilities, and the targets."""

@@ -105,7 +105,10 @@ class TorchAdapter:
         reduce: Reduce | None = None,
     ) -> Tensors:
         state, i = self.batches.running(micro_batch)
-        return self.runner.backward(state, stage, i, gradients, whole=whole, reduce=reduce)
+        found = self.runner.backward(state, stage, i, gradients, whole=whole, reduce=reduce)
+        if stage == self.plan.depth - 1 and state.reading is None:
+            self._read_losses(state)  # a streamed stage may have computed it only now
+        return found
 
     def weight(self, stage: int, micro_batch: int) -> None:
         state, i = self.batches.running(micro_batch)

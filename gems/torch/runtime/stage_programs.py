@@ -203,9 +203,11 @@ class StagePrograms:
     def stream_with_loss(self, partitioned: PartitionedModel, i: int, loss: StreamedLoss) -> Stream:
         """The last stage, with a loss that is computed patch by patch."""
         key, group = self._group(partitioned, self.plan.depth - 1, i)
+        # Without a flush, losses are reported before their backwards.
+        waits = not self.plan.asynchronous
         if key not in loss.streams:
             loss.streams[key] = self._streamed(
-                loss.record, loss.model, [loss.value], loss.layout, group, partitioned
+                loss.record, loss.model, [loss.value], loss.layout, group, partitioned, loss=waits
             )
         return loss.streams[key]
 
@@ -217,10 +219,10 @@ class StagePrograms:
 
     def _streamed(
         self, record: Record, model: nn.Module, outputs: Sequence[str], layout: StreamLayout,
-        group: SpatialGroup | None, partitioned: PartitionedModel,
+        group: SpatialGroup | None, partitioned: PartitionedModel, *, loss: bool = False,
     ) -> Stream:  # fmt: skip
         return Stream(
             record, model, outputs, layout, self.draws, device=self.device,
             memory_format=self.memory_format, weights=self.storages, around=self.autocast,
-            group=group, store=self.values, stored=partitioned.stored,
+            group=group, store=self.values, stored=partitioned.stored, loss=loss,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from gems.torch.runtime.microbatch import read_box
 from gems.torch.runtime.sweep import Swept
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.halo_exchange import HaloExchange
-from gems.torch.spatial.patch_layout import StreamLayout
+from gems.torch.spatial.patch_layout import StreamLayout, Sweep
 from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import strided, tile_strides
@@ -58,15 +58,17 @@ class StreamCode:
         group: SpatialGroup | None = None,
         store: ValueStore | None = None,
         stored: Set[str] = frozenset(),
+        loss: bool = False,
     ) -> None:
         """`stored` are the inputs and outputs that are in the `store`; what sweeps hand each other
-        is there as well."""
+        is there as well. With `loss`, backward begins at the output, which is one number."""
         self.layout, self.device, self.weights, self.around = layout, device, weights, around
         self.memory_format = memory_format or MemoryFormat()
         self.values, self.outputs = layout.record.values, tuple(outputs)
         self.own = set(record.inputs)  # not received from another stage
         self.group, self.model, self.draws = group, model, draws
         self._sweeps()
+        self.late = self._late() if loss else None
         self.frames = self._frames()
         self.exchanges = {} if group is None else self._exchanges(group)
         self.saved = SavedTensors()  # of this forward
@@ -76,26 +78,20 @@ class StreamCode:
         if store is not None:
             produced = {n for swept in self.swept for n in swept.outputs} - layout.added
             self.stored |= produced.difference(self.outputs)
+        self._apart()
 
     # --- what runs ------------------------------------------------------------------------------
 
     def _sweeps(self) -> None:
         """Generate the code of every sweep, and of the whole calls before it."""
         layout = self.layout
-        places = [
-            range(at * n, (at + 1) * n)
-            for at, n in zip(self._coordinate(), layout.patches, strict=True)
-        ]
-        count = prod(layout.patches) * sum(len(sweep.calls) for sweep in layout.sweeps)
         self.whole: list[Program] = []
         self.swept: list[Swept] = []
         needed = set(self.outputs)
         for at in reversed(range(len(layout.sweeps))):
             sweep = layout.sweeps[at]
             made = [n for call in sweep.calls for n in call.writes if n in needed]
-            swept = Swept(
-                layout, at, self.model, made, self.draws, places, keep=count <= KNOWN
-            )  # fmt: skip
+            swept = self._swept(sweep, made)
             needed.update(swept.inputs)
             given = [n for call in sweep.before for n in call.writes if n in needed]
             program = write(
@@ -113,6 +109,49 @@ class StreamCode:
             used = {*program.inputs, *swept.inputs}
             self.last_use.insert(0, used - later)
             later |= used
+
+    def _apart(self) -> None:
+        """The code of what runs beside sweeps: sums that are known early, and moments of values."""
+        layout = self.layout
+        self.early = None if self.late is None else self._alone(layout.early.get(self.late))
+        for at, swept in enumerate(self.swept):
+            measuring = self._alone(layout.measuring.get(at))
+            # From a store, reading a value would take longer than making it.
+            if measuring is not None and self.stored.isdisjoint(measuring.inputs):
+                swept.measure_apart(measuring)
+
+    def _alone(self, sweep: Sweep | None) -> Swept | None:
+        if sweep is None:
+            return None
+        return self._swept(sweep, [n for call in sweep.calls for n in call.writes])
+
+    def _swept(self, sweep: Sweep, outputs: Sequence[str]) -> Swept:
+        layout = self.layout
+        places = [
+            range(at * n, (at + 1) * n)
+            for at, n in zip(self._coordinate(), layout.patches, strict=True)
+        ]
+        count = prod(layout.patches) * sum(len(sweep.calls) for sweep in layout.sweeps)
+        return Swept(
+            layout, sweep.laid, self.model, outputs, self.draws, places, keep=count <= KNOWN
+        )
+
+    def _late(self) -> int | None:
+        """The last sweep, if it only sums up the loss whose gradient is known before: then patches
+        run in backward only, and the loss comes with its gradients."""
+        layout = self.layout
+        at = max((k for k, swept in enumerate(self.swept) if swept.outputs), default=None)
+        if at is None or len(self.outputs) != 1 or not self.values[self.outputs[0]].grad:
+            return None
+        sums = set(self.swept[at].outputs)
+        if not sums <= layout.added - layout.moments:
+            return None
+        early = {n for call in layout.early.get(at, Sweep()).calls for n in call.writes}
+        after = [call for sweep in layout.sweeps[at + 1 :] for call in sweep.before]
+        if not after:
+            return at if sums == set(self.outputs) else None
+        finishes = len(after) == 1 and after[0].name in layout.finish
+        return at if finishes and len(sums - early) == 1 and early < sums else None
 
     def _coordinate(self) -> tuple[int, ...]:
         """This rank's tile."""

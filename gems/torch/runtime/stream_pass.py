@@ -19,13 +19,14 @@ from gems.torch.autograd.saved_tensors import Saved, unpacked
 from gems.torch.autograd.split_backward import receive
 from gems.torch.offload.stored_value import StoredValue
 from gems.torch.runtime.stream_code import StreamCode, inside
-from gems.torch.runtime.sweep import Patch, Swept
+from gems.torch.runtime.sweep import Patch, Receive, Swept
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.moments import merged
 from gems.torch.tensors.storage import storage_of
 
 Tensor = torch.Tensor
 Later = Callable[[], Tensor]
+Gradients = dict[str, list[tuple[Any, Box | None]]]  # parts that are summed, each with its box
 
 
 class Pass:
@@ -40,6 +41,8 @@ class Pass:
         self.graphs: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # of whole calls
         self.known: dict[str, Tensor] = {}  # moments of the whole image
         self.sums: dict[str, Any] = {}  # gradients so far
+        self.late = stream.late if saves else None  # the sweep that is left to backward
+        self.loss: Tensor | None = None  # what it came to
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -90,7 +93,10 @@ class Pass:
             else:
                 x[inside(box, stream.frames[name]).slices()] = part
 
-        swept.forward(self._begin, write, made)
+        if at != self.late:
+            swept.forward(self._begin, write, made)
+        elif stream.early is not None:
+            stream.early.forward(self._begin, write, made)
         self._join(made)
         for name, x in made.items():
             self.values[name] = self._with_halo(name, x)
@@ -160,33 +166,87 @@ class Pass:
 
     def _sweep_back(self, at: int) -> None:
         stream, swept = self.stream, self.stream.swept[at]
+        arrived = dict(self.arrived)
         gradients = self._gradients(swept.outputs)
-        if gradients:
-            for name in swept.inputs:
-                if name in self.saved and name not in self.values:
-                    x = self.saved[name]
-                    self.values[name] = x if isinstance(x, StoredValue) else unpacked(x)
+        if swept.measuring is not None:
+            self._measure_back(at, swept.measuring, gradients, arrived)
+        if gradients or at == self.late:
+            late = [n for n in swept.outputs if at == self.late]
+            sums = {n: stream.empty(n) for n in late}
+            self._run_back(swept, gradients, self._receive, sums)
+            if sums:
+                self._join(sums)
+                self.loss = self._finished(at, sums)
+        self._forget(at, swept.inputs)
 
-            def gradient(name: str, box: Box | None) -> Later:
-                return lambda: reduce(torch.add, (_box_of(*g, box) for g in gradients[name]))
+    def _run_back(
+        self, swept: Swept, gradients: Gradients, receive: Receive, sums: dict[str, Tensor]
+    ) -> None:
+        stream = self.stream
+        for name in swept.inputs:
+            if name in self.saved and name not in self.values:
+                x = self.saved[name]
+                self.values[name] = x if isinstance(x, StoredValue) else unpacked(x)
 
-            received = [self.values[n] for n in swept.inputs if n not in stream.own]
-            tensors = [x for x in received if isinstance(x, Tensor)]
-            uncounted = stream.weights | {storage_of(x) for x in tensors}
-            most = swept.backward(
-                self._begin, self._receive, gradient, gradients.keys(), self.known, stream.around,
-                uncounted, lambda patch, following: self._boxes(swept, patch, following),
-            )  # fmt: skip
-            held = [g for parts in gradients.values() for g, _ in parts]
-            held += [*self.sums.values(), *self.arrived.values()]
-            size = sum(x.nbytes for x in held if isinstance(x, Tensor)) + most - self.freed
-            stream.temporary = max(stream.temporary, size)
+        def gradient(name: str, box: Box | None) -> Later:
+            return lambda: reduce(torch.add, (_box_of(*g, box) for g in gradients[name]))
+
+        received = [self.values[n] for n in swept.inputs if n not in stream.own]
+        tensors = [x for x in received if isinstance(x, Tensor)]
+        uncounted = stream.weights | {storage_of(x) for x in tensors}
+        most = swept.backward(
+            self._begin, receive, gradient, gradients.keys(), self.known, stream.around,
+            uncounted, lambda patch, following: self._boxes(swept, patch, following), sums,
+        )  # fmt: skip
+        held = [g for parts in gradients.values() for g, _ in parts]
+        held += [*self.sums.values(), *self.arrived.values()]
+        size = sum(x.nbytes for x in held if isinstance(x, Tensor)) + most - self.freed
+        stream.temporary = max(stream.temporary, size)
+
+    def _measure_back(
+        self, at: int, measuring: Swept, gradients: Gradients, arrived: Mapping[str, Tensor]
+    ) -> None:
+        """Add the gradient of moments to that of values, which the sweep need not make again."""
+        stream = self.stream
+        moments = {n: gradients.pop(n) for n in measuring.outputs if n in gradients}
+
+        def add(name: str, gradient: Tensor, box: Box) -> None:
+            if name not in gradients:
+                gradients[name] = [(torch.zeros_like(stream.empty(name)), stream.frames[name])]
+            ((total, frame),) = gradients[name]
+            if total is arrived.get(name):  # another stage's
+                gradients[name] = [(total := total.clone(), frame)]
+            total[inside(box, frame).slices()].add_(gradient)
+
+        def receive_box(name: str, box: Box | None, x: Tensor) -> Tensor:
+            assert box is not None
+            return receive(x, lambda gradient: add(name, gradient, box))
+
+        if moments:
+            self._run_back(measuring, moments, receive_box, {})
+        self._forget(at, measuring.inputs)
+
+    def _forget(self, at: int, names: Sequence[str]) -> None:
+        """What no sweep reads that comes yet."""
+        stream = self.stream
         earlier = {n for sweep in stream.swept[:at] for n in sweep.inputs}
-        for name in set(swept.inputs) - earlier:
+        measured = (sweep.measuring for sweep in stream.swept[:at])
+        earlier |= {n for one in measured if one is not None for n in one.inputs}
+        for name in set(names) - earlier:
             self.values.pop(name, None)
             saved = self.saved.pop(name, None)
             if saved is not None and name not in stream.inputs and name not in stream.stored:
                 self.freed += saved.nbytes
+
+    def _finished(self, at: int, sums: dict[str, Tensor]) -> Tensor:
+        """The loss, of its sums."""
+        (name,) = self.stream.outputs
+        if name in sums:
+            return sums[name]
+        (program,) = (p for p in self.stream.whole[at + 1 :] if p.outputs)
+        with torch.no_grad():
+            given = [sums[n] for n in program.inputs]
+            return dict(zip(program.outputs, program.run(*given), strict=True))[name]  # type: ignore
 
     def _boxes(self, swept: Swept, patch: Patch, following: Patch | None) -> int:
         """Bytes of boxes of stored values beside what a patch saves: of what was begun for the next
@@ -201,11 +261,11 @@ class Pass:
         made = [n for n in patch.parts if n in self.stream.stored and n in self.wants]
         return found + sum(size(n, patch.parts[n][0]) for n in made)
 
-    def _gradients(self, names: Sequence[str]) -> dict[str, list[tuple[Any, Box | None]]]:
+    def _gradients(self, names: Sequence[str]) -> Gradients:
         """Those of what a sweep made, of all that read it, on all ranks: parts that are summed box
         by box, with the box of each that is here."""
         stream = self.stream
-        found: dict[str, list[tuple[Any, Box | None]]] = {}
+        found: Gradients = {}
         if stream.group is not None:
             names = self._anywhere(names)
         for name in names:
@@ -303,7 +363,7 @@ class Pass:
             like = self.values[name] if isinstance(self.values.get(name), Tensor) else gradient
             self.sums[name] = torch.zeros_like(like)
         where = ... if box is None else inside(box, self.boxes[name]).slices()
-        self.sums[name][where] += gradient
+        self.sums[name][where].add_(gradient)
 
 
 class _Window:

@@ -27,11 +27,14 @@ KNOWN = 2048  # calls of all patches that a stage remembers, of some 3 KB each
 @dataclass
 class InStore:
     """What one forward through a stream handed on by way of a store: its outputs, then for backward
-    their gradients, each a sum of several, and then the gradients of its inputs."""
+    their gradients, each a sum of several, and then the gradients of its inputs. And the loss, if
+    its patches run in backward only."""
 
     made: dict[str, StoredValue] = field(default_factory=dict)
     given: dict[str, list[StoredValue]] = field(default_factory=dict)
     sums: dict[str, StoredValue] = field(default_factory=dict)
+    late: bool = False  # the loss comes with backward
+    loss: Tensor | None = None
 
 
 class Stream(StreamCode):
@@ -65,7 +68,7 @@ class _Streamed(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.one, ctx.in_store = Pass(stream, inputs, saves), in_store
-        outputs = ctx.one.forward()
+        outputs, in_store.late = ctx.one.forward(), ctx.one.late is not None
         in_store.made = {n: x for n, x in outputs.items() if n in stream.stored}
         tensors = {n: outputs[n] for n in stream.outputs if n not in stream.stored}
         fixed = (x for n, x in tensors.items() if not stream.values[n].grad)
@@ -80,6 +83,7 @@ class _Streamed(torch.autograd.Function):
         found = one.backward(
             {n: g for n, g in pairs if g is not None}, in_store.given, ctx.needs_input_grad[4:]
         )
+        in_store.loss = one.loss
         in_store.sums = {n: x for n, x in found.items() if n in stream.stored and x.written}
         for x in in_store.sums.values():
             x.settle()

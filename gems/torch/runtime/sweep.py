@@ -16,26 +16,31 @@ Of what sums up over the image, every patch gives the summand of its cells.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gems.geometry.box import Box
 from gems.torch.autograd.saved_tensors import SavedTensors
-from gems.torch.runtime.codegen import write
+from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.patch_progress import patch_done
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.moments import merged
 from gems.torch.spatial.op import Run
-from gems.torch.spatial.patch_layout import StreamLayout, one_patch
+from gems.torch.spatial.partition import StageLayout
+from gems.torch.spatial.patch_layout import StreamLayout, alike, one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
+from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import TiledStage, bind
 from gems.torch.tensors.rng import Draws
+from gems.torch.tracing.calls import Call
 from gems.transport.protocol import Work
 
 Tensor = torch.Tensor
@@ -80,7 +85,7 @@ class Swept:
     def __init__(
         self,
         layout: StreamLayout,
-        at: int,
+        laid: StageLayout,
         model: nn.Module,
         outputs: Sequence[str],
         draws: Draws,
@@ -88,15 +93,32 @@ class Swept:
         *,
         keep: bool,
     ) -> None:
-        self.layout, self.laid = layout, layout.sweeps[at].laid
+        self.layout, self.laid = layout, laid
         self.places, self.keep = places, keep
         self.kept: list[Patch] = []
+        self.context = ForwardContext()
+        self.alike = alike(laid)
+        self.known: dict[tuple[int, ...], dict[str, Run]] = {}  # of patches that are alike
         self.now: TiledStage | None = None
-        calls = self.laid.calls
-        instead = {call.name: self._dispatch(call.name) for call in calls}
-        self.program = write(layout.record, model, calls, outputs, draws, None, instead)
+        self.model, self.draws = model, draws
+        self.program = self.back = self._program(self.laid.calls, outputs)
         self.inputs, self.outputs = self.program.inputs, self.program.outputs
-        self.changed = {n for call in calls for n in call.overwrites}
+        self.changed = {n for call in laid.calls for n in call.overwrites}
+        self.unread = unread(laid.calls, model)
+        self.measuring: Swept | None = None
+
+    def measure_apart(self, measuring: Swept) -> None:
+        """Let another sweep run backward through moments of what this one makes, from where that is
+        stored. Then this one need not make it again."""
+        self.measuring = measuring
+        apart = {call.name for call in measuring.laid.calls}
+        calls = [call for call in self.laid.calls if call.name not in apart]
+        self.back = self._program(calls, [n for n in self.outputs if n not in measuring.outputs])
+        self.unread = unread(calls, self.model)
+
+    def _program(self, calls: Sequence[Call], outputs: Sequence[str]) -> Program:
+        instead = {call.name: self._dispatch(call.name) for call in calls}
+        return write(self.layout.record, self.model, calls, outputs, self.draws, None, instead)
 
     def _dispatch(self, name: str) -> Run:
         """The call as the current patch makes it."""
@@ -131,15 +153,21 @@ class Swept:
                     if not own.empty:
                         parts[name] = (own, own.relative_to(have).slices())
             if parts:
-                bound = bind(laid, PatchGroup((1,) * len(place), (0,), 0, None))  # type: ignore[arg-type]
+                group = PatchGroup((1,) * len(place), (0,), 0, None)  # type: ignore[arg-type]
+                kind = tuple(row[at] for row, at in zip(self.alike, place, strict=True))
+                known = self.known.setdefault(kind, {})
+                bound = bind(laid, group, self.context, known)
                 yield Patch(bound, {name: bound.box(name) for name in self.inputs}, parts)
 
-    def compute(self, patch: Patch, given: Sequence[Tensor]) -> dict[str, Tensor]:
-        """A patch's part of every output. It stays the current one: what the model itself
-        checkpoints is recomputed in backward."""
+    def compute(
+        self, patch: Patch, program: Program, given: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A patch's part of every output of the program. It stays the current one: what the model
+        itself checkpoints is recomputed in backward."""
         self.now = patch.bound
-        results = dict(zip(self.outputs, self.program.run(*given), strict=True))
-        return {name: results[name][here] for name, (_, here) in patch.parts.items()}
+        found = program.run(*(given[name] for name in program.inputs))
+        results = dict(zip(program.outputs, found, strict=True))
+        return {n: results[n][here] for n, (_, here) in patch.parts.items() if n in results}
 
     # --- passes ---------------------------------------------------------------------------------
 
@@ -152,9 +180,8 @@ class Swept:
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
         for patch, begun, _ in ahead(self.patches(), begin):
-            patch.bound.context.known = {}
-            given = [self._own(name, begun[name]()) for name in self.inputs]
-            for name, part in self.compute(patch, given).items():
+            given = {name: self._own(name, begun[name]()) for name in self.inputs}
+            for name, part in self.compute(patch, self.program, given).items():
                 if name in self.layout.moments:
                     sums[name] = merged(sums[name], part)
                 elif name in self.laid.added:
@@ -169,29 +196,30 @@ class Swept:
     def backward(
         self, read: Read, receive: Receive, gradients: Read, present: Set[str],
         known: Mapping[str, Tensor], around: Callable[[], AbstractContextManager[Any]],
-        uncounted: Set[int], sizes: Sizes,
+        uncounted: Set[int], sizes: Sizes, sums: Mapping[str, Tensor],
     ) -> int:  # fmt: skip
         """Recompute every patch, and run backward through it. `present` are the outputs that have
-        gradients, of which boxes are read. The most bytes that one patch had, without those of the
-        `uncounted` storages."""
+        gradients, of which boxes are read; to `sums` summands are added that forward left out. The
+        most bytes that one patch had, without those of the `uncounted` storages."""
 
         def begin(patch: Patch) -> dict[str, Later]:
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
-        most = 0
+        most, context = 0, self.context
+        context.known, context.unread = known, self.unread
         for patch, begun, following in ahead(self.patches(), begin):
-            context = patch.bound.context
-            context.known = known
             context.saved = saved = SavedTiles(uncounted)
             with around(), torch.enable_grad(), SavedTensors(saved).hooks():
-                given = [
-                    self._own(name, receive(name, patch.reads[name], begun.pop(name)()))
+                given = {
+                    name: self._own(name, receive(name, patch.reads[name], begun.pop(name)()))
                     for name in self.inputs
-                ]
-                results = self.compute(patch, given)
+                }
+                results = self.compute(patch, self.back, given)
                 del given
             context.saved = None
             pairs = []
+            for name, total in sums.items():
+                total += results[name].detach()
             for name, x in results.items():
                 if name in present and x.requires_grad:
                     box = None if name in self.laid.added else patch.parts[name][0]
@@ -200,8 +228,27 @@ class Swept:
             most = max(most, saved.bytes + sizes(patch, following))
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
-            context.known = {}
+        context.known, context.unread = {}, frozenset()
         return most
+
+
+CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d}
+SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, operator.add}
+
+
+def unread(calls: Sequence[Call], model: nn.Module) -> frozenset[str]:
+    """The convolutions whose results backward does not look at, nor do calls between them and the
+    end: only sums do."""
+    found, read = set(), set[str]()
+    for call in reversed(calls):
+        plain = not (call.mutates or call.overwrites or call.touches) and call.region is None
+        kind = call.function if call.module is None else type(model.get_submodule(call.module))
+        seen = not read.isdisjoint(call.writes)
+        if plain and not seen and kind in CONVOLUTIONS:
+            found.add(call.name)
+        if seen or not plain or kind not in SUMS:
+            read.update((*call.reads, *call.overwrites, *(old for old, _ in call.mutates)))
+    return frozenset(found)
 
 
 def ahead(

@@ -36,8 +36,10 @@ class Sharing:
     def spread(self, x: Tensor) -> Tensor:
         """A number per group, for every (sample, channel): flat."""
         if not self.count:
-            return x.repeat(self.samples)
-        return x.repeat_interleave(self.channels // self.count)
+            return x if self.samples == 1 else x.repeat(self.samples)
+        return (
+            x if self.channels == self.count else x.repeat_interleave(self.channels // self.count)
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """Numbers per (sample, channel), summed over each group."""
@@ -103,7 +105,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def every(x: Tensor | None, sharing: Sharing) -> Tensor | None:
-    return None if x is None else x.repeat(sharing.samples)
+    return x if x is None or sharing.samples == 1 else x.repeat(sharing.samples)
 
 
 # --- one tile after the other ---------------------------------------------------------------------
@@ -171,10 +173,8 @@ class Moments(torch.autograd.Function):
             return None, None, None
         x, known = ctx.saved_tensors
         spread = ctx.cells.spread
-        dx = x - spread(known[1], x)
-        dx *= spread(2 * g[2], x)
-        dx += spread(g[1] / known[0].clamp_min(1), x)
-        return dx, None, None
+        shift = spread(g[1] / known[0].clamp_min(1), x)
+        return torch.addcmul(shift, x - spread(known[1], x), spread(2 * g[2], x)), None, None
 
 
 class Standardise(torch.autograd.Function):

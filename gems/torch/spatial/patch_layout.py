@@ -14,19 +14,20 @@ run once, before the sweep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gems.geometry.layout import Layout, Spans, hulls, nested, together
+from gems.geometry.layout import Layout, Spans, clip, hulls, nested, together
 from gems.model.graph import Value
 from gems.model.sweeps import Step, assign
 from gems.torch.spatial.op import Op, Run
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out, widen
 from gems.torch.spatial.rule import OWN, Rule, Split
+from gems.torch.spatial.tile import Tile
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import row_major
 from gems.torch.tracing.calls import Call, Record, Ref, is_placeholder
@@ -72,7 +73,8 @@ class StreamLayout:
 
     `layouts` has the cells of each tiled value that each patch makes. `record` knows the sums and
     calls that the stage adds to those of the model, `added` the values of which every patch has a
-    summand, and `moments` those of them that are merged as such.
+    summand, and `moments` those of them that are merged as such. `early` gives summands of a sweep
+    before it runs (`Split`); `measuring` are the moments of values that the sweep itself makes.
     """
 
     record: Record
@@ -83,6 +85,8 @@ class StreamLayout:
     added: set[str] = field(default_factory=set)
     moments: set[str] = field(default_factory=set)
     finish: dict[str, Run] = field(default_factory=dict)  # what added calls run, by name
+    early: dict[int, Sweep] = field(default_factory=dict)
+    measuring: dict[int, Sweep] = field(default_factory=dict)
 
     def tiled(self, wanted: Iterable[str]) -> dict[str, Layout]:
         """What each rank has of every tiled value that lives longer than a sweep, over the axes of
@@ -156,8 +160,27 @@ def lay_out_patches(
     wanted = set(wanted)
     _Sorter(found, laid).sort(wanted)
     for at, sweep in enumerate(found.sweeps):
-        sweep.laid = _swept(found, at, wanted)
+        later = wanted.union(*(call.reads for s in found.sweeps[at + 1 :] for call in s.calls))
+        sweep.laid = _swept(found, sweep, later)
+        if (measuring := _measuring(found, sweep)) is not None:
+            found.measuring[at] = measuring
+    for sweep in (*found.early.values(), *found.measuring.values()):
+        sweep.laid = _swept(found, sweep, wanted)
     return found
+
+
+def _measuring(found: StreamLayout, sweep: Sweep) -> Sweep | None:
+    """The moments of values that a sweep makes itself."""
+    made = {name for call in sweep.calls for name in call.writes}
+    one = Sweep()
+    for call, op, rule in zip(sweep.calls, sweep.ops, sweep.rules, strict=True):
+        reads = set(call.reads)
+        alone = rule is not None and reads == rule.windows.keys() and call.region is None
+        if alone and reads <= made and found.moments.issuperset(call.writes):
+            one.calls.append(call)
+            one.ops.append(op)
+            one.rules.append(rule)
+    return one if one.calls else None
 
 
 class _Sorter:
@@ -189,7 +212,7 @@ class _Sorter:
         self.found.record = record = replace(
             record, calls=[*record.calls, *self.calls], values={**record.values, **self.values}
         )
-        for sweep in self.found.sweeps:
+        for sweep in (*self.found.sweeps, *self.found.early.values()):
             sweep.ops = [replace(op, values=record.values) for op in sweep.ops]
 
     def _split(self, at: int, call: Call, op: Op, rule: Rule, split: Split) -> None:
@@ -207,7 +230,9 @@ class _Sorter:
             overwrites=(),
         )  # fmt: skip
         ways = dict.fromkeys(rule.windows, OWN)
-        self._add(at, part, op, Rule({}, ways, split.part, additive=True))
+        self._add(at, part, op, Rule({}, ways, split.part, additive=True, relative=split.relative))
+        if split.early is not None:
+            self._early(at, part, op, split.early)
         given = tuple(map(Ref, names))
         tiled = set(rule.windows)
         args, kwargs = _without(call.args, tiled), _without(call.kwargs, tiled)
@@ -222,10 +247,26 @@ class _Sorter:
             rest = replace(
                 call, args=(Ref(done), *call.args), reads=(done, *call.reads), touches=(), norms=()
             )
-            self._add(at + 1, rest, op, replace(rule, bind=split.rest, split=None, sums=0))
+            later = replace(rule, split=None, sums=0, relative=split.relative)
+            self._add(at + 1, rest, op, replace(later, bind=split.rest))
         self.calls += [part, finish]
         self.found.finish[finish.name] = split.finish
         self._sweep(at + 1).before.append(finish)
+
+    def _early(self, at: int, part: Call, op: Op, make: Callable[[Tile], Run]) -> None:
+        values = self.laid.ops[0].values
+        gone = {n for n in part.reads if values[n].grad}
+        ways = dict.fromkeys((n for n in part.reads if n in op.layouts and n not in gone), OWN)
+        (_, *outs), args, kwargs = part.outs, _without(part.args, gone), _without(part.kwargs, gone)
+        outs = [((k,), name) for k, (_, name) in enumerate(outs)]
+        reads = tuple(n for n in part.reads if n not in gone)
+        call = replace(
+            part, name=f"{part.name}:early", outs=outs, args=args, kwargs=kwargs, reads=reads
+        )
+        sweep = self.found.early.setdefault(at, Sweep())
+        sweep.calls.append(call)
+        sweep.ops.append(replace(op, call=call))
+        sweep.rules.append(Rule({}, ways, make, additive=True))
 
     def _add(self, at: int, call: Call, op: Op, rule: Rule) -> None:
         sweep = self._sweep(at)
@@ -247,12 +288,10 @@ def _without(tree: Any, tiled: set[str]) -> Any:
     )  # fmt: skip
 
 
-def _swept(found: StreamLayout, at: int, wanted: set[str]) -> StageLayout:
+def _swept(found: StreamLayout, sweep: Sweep, later: set[str]) -> StageLayout:
     """One sweep: what each patch has of every value, from what is read later back to what
     enters."""
-    sweep = found.sweeps[at]
     made = {name for call in sweep.calls for name in call.writes}
-    later = wanted.union(*(call.reads for s in found.sweeps[at + 1 :] for call in s.calls))
     read = {name for call in sweep.calls for name in call.reads}
     layouts = {n: x for n, x in found.layouts.items() if n in made or n in read}
     laid = StageLayout(sweep.calls, sweep.ops, sweep.rules, layouts)
@@ -261,6 +300,27 @@ def _swept(found: StreamLayout, at: int, wanted: set[str]) -> StageLayout:
     laid.added = found.added & made
     assert not laid.exchanges(), "a patch would have to read another one"
     return laid
+
+
+def alike(laid: StageLayout) -> tuple[tuple[int, ...], ...]:
+    """A number for each position along each axis of the grid: the same where all boxes are alike,
+    each seen from the first cell that a patch there has of the value."""
+    layouts = laid.layouts
+    found = []
+    for axis, places in enumerate(next(iter(layouts.values())).own if layouts else ()):
+        numbers: dict[tuple[int, ...], int] = {}
+        numbered = []
+        for at in range(len(places)):
+            spans = [(x.have[axis][at][0], x.have[axis][at]) for x in layouts.values()]
+            spans += [(x.have[axis][at][0], x.own[axis][at]) for x in layouts.values()]
+            for name, reads in (pair for row in laid.wants for pair in row.items()):
+                layout, want = layouts[name], reads[axis][at]
+                first = layout.have[axis][at][0]
+                spans += [(first, want), (first, clip(want, layout.shape[layout.dims[axis]]))]
+            key = tuple(n - first for first, span in spans for n in span)
+            numbered.append(numbers.setdefault(key, len(numbers)))
+        found.append(tuple(numbered))
+    return tuple(found)
 
 
 def one_patch(laid: StageLayout, coordinate: Sequence[int]) -> StageLayout:

@@ -8,7 +8,7 @@ call instead of the recorded call. It raises `NotTileable` if there is no exact 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ class Split:
     added, or with `moments`, merged as counts, means and sums of squares around them.
     `finish(sums, *args)` has None in place of tiled inputs. It gives the call's results, unless
     there is a `rest(finished, *args)`, which does; `finished` has the shape of the first summand.
+
+    `early(*args)`, with None in place of what has a gradient, gives all summands but the first, and
+    `finish` multiplies the first by a number: its gradient is known before any tile has run `part`.
     """
 
     sums: tuple[tuple[tuple[int, ...], str], ...]
@@ -45,6 +48,8 @@ class Split:
     finish: Run
     rest: Callable[[Tile], Run] | None = None
     moments: bool = False
+    relative: bool = False  # `Rule.relative` of `part` and `rest`
+    early: Callable[[Tile], Run] | None = None
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Rule:
     gathers: str | None = None  # why every rank gathers the inputs and runs all of the call
     in_place: tuple[tuple[str, str], ...] = ()  # tiled values changed in place: before, and after
     split: Split | None = None  # how tiles run that do not run at the same time
+    relative: bool = False  # tiles run the same whose boxes are alike, seen from their first cells
 
 
 MakeRule = Callable[[Op], Rule]
@@ -126,7 +132,7 @@ def unchanged(op: Op, x: Any, dims: Sequence[int] | None = None) -> Rule:
         empty = len(op.call.writes) == 1 and tile.out().empty
         return tile.mapped(_nothing(tile) if empty else tile.original, tile.with_halo)
 
-    return one_input(op, x, bind, dims=dims)
+    return replace(one_input(op, x, bind, dims=dims), relative=True)
 
 
 def _nothing(tile: Tile) -> Run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ class ForwardContext:
     saved: SavedTiles | None = None
     deferred: list[Entry] | None = None
     known: Mapping[str, Tensor] = field(default_factory=dict)  # sums over tiles, in backward
+    unread: Set[str] = frozenset()  # calls of which nobody looks at the result
 
 
 @dataclass
@@ -114,6 +115,11 @@ class Tile:
     def known_sums(self) -> Tensor | None:
         """What this call's summands came to, if they were merged before; see `Split`."""
         return self.context.known.get(self.call.writes[0])
+
+    def unread(self, x: Tensor) -> bool:
+        """Whether only backward goes through this call, and in the type of its input."""
+        here = self.call.name in self.context.unread
+        return here and not x.is_complex() and not torch.is_autocast_enabled(x.device.type)
 
     def nothing(self, *alive: Tensor | None) -> Tensor:
         """The empty result of a rank without cells, through which backward goes all the same."""

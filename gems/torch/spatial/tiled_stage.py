@@ -35,14 +35,22 @@ class TiledStage:
         return PartitionedActivations(self.group) if self.box(name) is None else None
 
 
-def bind(laid: StageLayout, group: SpatialGroup) -> TiledStage:
-    """The stage on this rank of the group."""
-    context, runs = ForwardContext(), {}
+def bind(
+    laid: StageLayout,
+    group: SpatialGroup,
+    context: ForwardContext | None = None,
+    known: dict[str, Run] | None = None,
+) -> TiledStage:
+    """The stage on this rank of the group. What is `known` of a rank whose boxes are alike is used
+    again, in the same context; what is new and may be is added."""
+    context, runs = context or ForwardContext(), dict(known or {})
     for op, rule, wants in zip(laid.ops, laid.rules, laid.wants, strict=True):
-        if rule is None:
+        if rule is None or op.call.name in runs:
             continue
         tile = Tile(group, op, tuple(rule.outs), rule.windows, laid.layouts, wants, context)
-        runs[op.call.name] = _guarded(rule.bind(tile), tile)
+        runs[op.call.name] = run = _guarded(rule.bind(tile), tile)
+        if rule.relative and known is not None:
+            known[op.call.name] = run
     return TiledStage(group, laid, runs, context)
 
 

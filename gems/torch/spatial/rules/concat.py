@@ -71,7 +71,8 @@ def _joined_along(op: Op, first: Layout, dims: Sequence[int]) -> Rule:
         return tile.mapped(tile.original, change)
 
     outs = {op.out: first.follow(op.shape(op.out), dims, windows)}
-    return Rule(outs, dict.fromkeys(op.tiled, windows), bind)
+    tiled = set(op.call.reads) == set(op.tiled)
+    return Rule(outs, dict.fromkeys(op.tiled, windows), bind, relative=tiled)
 
 
 def _pieces(input: Any, count: Any = None, dim: int = 0, **kwargs: Any) -> None: ...

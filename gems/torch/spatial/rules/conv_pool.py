@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from gems.torch.spatial.op import NotTileable, Op, Run
 from gems.torch.spatial.rule import Rule, one_input, rule, rule_of
 from gems.torch.spatial.rules.overlap_conv import Kernel, overlapped
 from gems.torch.spatial.rules.padding import Bent, bordered
+from gems.torch.spatial.rules.unread_conv import UnreadConvolution
 from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
@@ -121,11 +122,17 @@ def convolution(op: Op) -> Rule:
 
         def work(a: dict[str, Any]) -> Tensor:
             padded = with_halo(a["input"])
-            return tile.nothing(padded, a["weight"], a["bias"]) if empty else run(padded, a)
+            if empty:
+                return tile.nothing(padded, a["weight"], a["bias"])
+            if native and tile.unread(padded):
+                given = padded, a["weight"], a["bias"], stride, frame.untiled(before), dilation
+                return UnreadConvolution.apply(*given, a["groups"])  # type: ignore
+            return run(padded, a)
 
         return tile.named(_conv, work, *CONV)
 
-    return one_input(op, x, bind, windows, circular=mode == "circular")
+    found = one_input(op, x, bind, windows, circular=mode == "circular")
+    return replace(found, relative=mode == "constant")
 
 
 def _paddings(
@@ -250,7 +257,7 @@ def max_pool(op: Op) -> Rule:
 
         return tile.named(_max_pool, work, *MAX_POOL)
 
-    return one_input(op, x, bind, windows)
+    return replace(one_input(op, x, bind, windows), relative=not indices)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, even
@@ -14,7 +15,7 @@ from gems.geometry.window import Same, Span, Window
 from gems.torch.spatial.op import NotTileable, Op, Run
 from gems.torch.spatial.rule import Rule, one_input, rule, same, unchanged
 from gems.torch.spatial.tile import Tile
-from gems.torch.tracing.calls import Attr, Ref
+from gems.torch.tracing.calls import Attr, Ref, is_placeholder
 
 Tensor = torch.Tensor
 
@@ -66,7 +67,12 @@ def pointwise(op: Op, work: Callable[[Tile], Run] | None = None) -> Rule:
 
         return tile.mapped(tile.original if work is None else work(tile), change)
 
-    return Rule({name: _like(out, op.shape(name)) for name in op.call.writes}, windows, bind)
+    leaves = pytree.tree_leaves((op.call.args, op.call.kwargs), is_leaf=is_placeholder)
+    whole = [x for x in leaves if is_placeholder(x) or isinstance(x, Tensor)]
+    whole = [op.shape(x) for x in whole if not (isinstance(x, Ref) and x.name in windows)]
+    sliced = any(n > 1 for s in whole for n in s[min(dims, default=0) - len(shape) :])
+    outs = {name: _like(out, op.shape(name)) for name in op.call.writes}
+    return Rule(outs, windows, bind, relative=work is None and not sliced)
 
 
 def _leading(op: Op, shape: tuple[int, ...]) -> Layout:
@@ -136,9 +142,8 @@ def as_it_is(op: Op) -> Rule:
         return tile.mapped(tile.original, lambda place: with_halo if place == x else lambda t: t)
 
     windows = same(layout)
-    return Rule(
-        {op.out: layout.follow(layout.shape, layout.dims, windows)}, {x.name: windows}, bind
-    )
+    outs = {op.out: layout.follow(layout.shape, layout.dims, windows)}
+    return Rule(outs, {x.name: windows}, bind, relative=True)
 
 
 @rule(

@@ -66,7 +66,7 @@ class _Entropy:
 
     def rule(self) -> Rule:
         kind = self.op.values[self.op.out].dtype
-        split = Split((((), kind), ((), "float64")), self._part, self._finish)
+        split = Split((((), kind), ((), "float64")), self._part, self._finish, early=self._early)
         return all_reduced(self.op, self._bind, split=split)
 
     def _bind(self, tile: Tile) -> Run:
@@ -87,6 +87,16 @@ class _Entropy:
             return part, torch.zeros_like(part).double() if heavy is None else heavy
 
         return tile.named(_cross_entropy, summands, *CROSS_ENTROPY)
+
+    def _early(self, tile: Tile) -> Run:
+        target_with_halo = tile.with_halo(self.target)
+
+        def count(a: dict[str, Any]) -> tuple[Tensor]:
+            y = target_with_halo(a["target"])
+            heavy = self._heavy(y, a)
+            return (y.new_zeros((), dtype=torch.float64) if heavy is None else heavy,)
+
+        return tile.named(_cross_entropy, count, *CROSS_ENTROPY)
 
     def _finish(self, sums: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return self._of(*sums).to(sums[0].dtype)
@@ -115,17 +125,21 @@ class _Entropy:
                 smooth = a.get("label_smoothing", 0.0)
                 part = F.cross_entropy(t, y, **options, label_smoothing=smooth)
             # A rank without cells has not been through autocast: all must send the same type.
-            if self.soft or self.reduction == "sum":
-                return part.to(kind), None
-            counted = y != a["ignore_index"]
-            if weight is None:
-                heavy = counted.sum()
-            else:
-                heavy = torch.where(counted, weight[torch.where(counted, y, 0)], 0.0).sum()
-            # Counted exactly: bfloat16 knows no 257.
-            return part.to(kind), heavy.detach().to(torch.float64)
+            return part.to(kind), self._heavy(y, a)
 
         return sums
+
+    def _heavy(self, y: Tensor, a: dict[str, Any]) -> Tensor | None:
+        """The weight of the cells that count."""
+        if self.soft or self.reduction == "sum":
+            return None
+        counted, weight = y != a["ignore_index"], a["weight"]
+        if weight is None:
+            heavy = counted.sum()
+        else:
+            heavy = torch.where(counted, weight[torch.where(counted, y, 0)], 0.0).sum()
+        # Counted exactly: bfloat16 knows no 257.
+        return heavy.detach().to(torch.float64)
 
 
 def _each_pixel(op: Op, x: Ref, target: Ref, layout: Layout) -> Rule:

@@ -293,7 +293,8 @@ def _split(
 
         return run
 
-    return Split((((3, shared.size), "float64"),), part, finish, rest, moments=True)
+    sums = ((3, shared.size), "float64")
+    return Split((sums,), part, finish, rest, moments=True, relative=True)
 
 
 def _norm_tile(tile: Tile, name: str, at: Box, groups: int) -> NormTile:
