@@ -76,9 +76,7 @@ class StageRunner:
             results = self._run(state, stage, i, received, saved)
         if state.training:
             state.saved[stage, i] = saved
-            late = saved.in_store is not None and saved.in_store.late
-            if saved.loss is not None and not late:
-                state.losses.append((i, saved.loss.detach()))
+            state.losses += [(i, loss) for loss in saved.known_losses]
         return {n: x if isinstance(x, StoredValue) else x.detach() for n, x in results.items()}
 
     def _save_inputs(
@@ -277,8 +275,7 @@ class StageRunner:
         saved.gradients = {}
         if saved.in_store is not None:
             found |= saved.in_store.sums
-            if saved.in_store.loss is not None:
-                state.losses.append((i, saved.in_store.loss))
+            state.losses += [(i, loss) for loss in saved.in_store.loss]
         for name in saved.wants:
             if name in state.partitions[i].stored:
                 found.setdefault(name, None)

@@ -41,6 +41,12 @@ class SavedMicrobatch:
     token: Any = None  # where backward through it enters if gradients are in a store
     before: Sequence[Tensor] = ()  # buffers that forward changes, before it did
 
+    @property
+    def known_losses(self) -> tuple[Tensor, ...]:
+        """The loss, unless there is none here, or backward computes it."""
+        late = self.in_store is not None and self.in_store.late
+        return () if self.loss is None or late else (self.loss.detach(),)
+
 
 @dataclass
 class StepState:

@@ -6,8 +6,8 @@ that read it, before the sweep that made it. Whole calls keep their small graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -176,7 +176,7 @@ class Pass:
             self._run_back(swept, gradients, self._receive, sums)
             if sums:
                 self._join(sums)
-                self.loss = self._finished(at, sums)
+                self.loss = _finished(stream, at, sums)
         self._forget(at, swept.inputs)
 
     def _run_back(
@@ -194,9 +194,10 @@ class Pass:
         received = [self.values[n] for n in swept.inputs if n not in stream.own]
         tensors = [x for x in received if isinstance(x, Tensor)]
         uncounted = stream.weights | {storage_of(x) for x in tensors}
+        sizes = partial(_boxes, stream, self.wants, swept)
         most = swept.backward(
             self._begin, receive, gradient, gradients.keys(), self.known, stream.around,
-            uncounted, lambda patch, following: self._boxes(swept, patch, following), sums,
+            uncounted, sizes, sums,
         )  # fmt: skip
         held = [g for parts in gradients.values() for g, _ in parts]
         held += [*self.sums.values(), *self.arrived.values()]
@@ -238,29 +239,6 @@ class Pass:
             if saved is not None and name not in stream.inputs and name not in stream.stored:
                 self.freed += saved.nbytes
 
-    def _finished(self, at: int, sums: dict[str, Tensor]) -> Tensor:
-        """The loss, of its sums."""
-        (name,) = self.stream.outputs
-        if name in sums:
-            return sums[name]
-        (program,) = (p for p in self.stream.whole[at + 1 :] if p.outputs)
-        with torch.no_grad():
-            given = [sums[n] for n in program.inputs]
-            return dict(zip(program.outputs, program.run(*given), strict=True))[name]  # type: ignore
-
-    def _boxes(self, swept: Swept, patch: Patch, following: Patch | None) -> int:
-        """Bytes of boxes of stored values beside what a patch saves: of what was begun for the next
-        patch, of sums that are added to, and of gradients."""
-
-        def size(name: str, box: Box | None) -> int:
-            return 0 if box is None else prod(box.shape) * ITEMSIZE[self.stream.values[name].dtype]
-
-        stored = [n for n in swept.inputs if n in self.stream.stored]
-        found = sum(size(n, patch.reads[n]) for n in stored if n in self.wants)
-        found += sum(size(n, following.reads[n]) for n in stored) if following else 0
-        made = [n for n in patch.parts if n in self.stream.stored and n in self.wants]
-        return found + sum(size(n, patch.parts[n][0]) for n in made)
-
     def _gradients(self, names: Sequence[str]) -> Gradients:
         """Those of what a sweep made, of all that read it, on all ranks: parts that are summed box
         by box, with the box of each that is here."""
@@ -278,10 +256,10 @@ class Pass:
                 continue
             if name in stream.layout.added:
                 total = self._total(name)
-                total = total if stream.group is None else self._all_reduced(name, total)
+                total = total if stream.group is None else _all_reduced(stream, name, total)
             else:
                 if name in stream.exchanges:
-                    self.sums[name] = self._returned(name, self.sums.pop(name, None))
+                    self.sums[name] = _returned(stream, name, self.sums.pop(name, None))
                 total = self._total(name)
             if total is not None:
                 found[name] = [(total, stream.frames.get(name))]
@@ -296,20 +274,6 @@ class Pass:
         have = [float(n in self.sums or n in self.arrived or n in self.in_store) for n in names]
         counts = group.all_reduce(torch.tensor(have, device=stream.device)).tolist()
         return [name for name, count in zip(names, counts, strict=True) if count]
-
-    def _all_reduced(self, name: str, g: Tensor | None) -> Tensor:
-        """The gradient of a sum over all ranks."""
-        group = self.stream.group
-        assert group is not None
-        return group.all_reduce(torch.zeros_like(self.stream.empty(name)) if g is None else g)
-
-    def _returned(self, name: str, g: Tensor | None) -> Tensor:
-        """A gradient with that of halos, at their owners."""
-        exchange, _ = self.stream.exchanges[name]
-        if g is None:
-            dtype = getattr(torch, self.stream.values[name].dtype)
-            g = torch.zeros(exchange.frame, dtype=dtype, device=self.stream.device)
-        return exchange.adjoint(g)
 
     def _stored_gradient(self, name: str) -> StoredValue | None:
         """The same of one in a store."""
@@ -402,3 +366,46 @@ def _box_of(g: Any, frame: Box | None, box: Box | None) -> Tensor:
 def _tensor(saved: Any) -> Tensor | None:
     """The memory that is saved on the device, if any."""
     return saved if isinstance(saved, Tensor) else getattr(saved, "tensor", None)
+
+
+def _finished(stream: StreamCode, at: int, sums: dict[str, Tensor]) -> Tensor:
+    """The loss, of its sums."""
+    (name,) = stream.outputs
+    if name in sums:
+        return sums[name]
+    (program,) = (p for p in stream.whole[at + 1 :] if p.outputs)
+    with torch.no_grad():
+        given = [sums[n] for n in program.inputs]
+        return dict(zip(program.outputs, program.run(*given), strict=True))[name]  # type: ignore
+
+
+def _boxes(
+    stream: StreamCode, wants: Set[str], swept: Swept, patch: Patch, following: Patch | None
+) -> int:
+    """Bytes of boxes of stored values beside what a patch saves: of what was begun for the next
+    patch, of sums that are added to, and of gradients."""
+
+    def size(name: str, box: Box | None) -> int:
+        return 0 if box is None else prod(box.shape) * ITEMSIZE[stream.values[name].dtype]
+
+    stored = [n for n in swept.inputs if n in stream.stored]
+    found = sum(size(n, patch.reads[n]) for n in stored if n in wants)
+    found += sum(size(n, following.reads[n]) for n in stored) if following else 0
+    made = [n for n in patch.parts if n in stream.stored and n in wants]
+    return found + sum(size(n, patch.parts[n][0]) for n in made)
+
+
+def _all_reduced(stream: StreamCode, name: str, g: Tensor | None) -> Tensor:
+    """The gradient of a sum over all ranks."""
+    group = stream.group
+    assert group is not None
+    return group.all_reduce(torch.zeros_like(stream.empty(name)) if g is None else g)
+
+
+def _returned(stream: StreamCode, name: str, g: Tensor | None) -> Tensor:
+    """A gradient with that of halos, at their owners."""
+    exchange, _ = stream.exchanges[name]
+    if g is None:
+        dtype = getattr(torch, stream.values[name].dtype)
+        g = torch.zeros(exchange.frame, dtype=dtype, device=stream.device)
+    return exchange.adjoint(g)

@@ -34,7 +34,7 @@ class InStore:
     given: dict[str, list[StoredValue]] = field(default_factory=dict)
     sums: dict[str, StoredValue] = field(default_factory=dict)
     late: bool = False  # the loss comes with backward
-    loss: Tensor | None = None
+    loss: tuple[Tensor, ...] = ()  # once it is there
 
 
 class Stream(StreamCode):
@@ -83,7 +83,7 @@ class _Streamed(torch.autograd.Function):
         found = one.backward(
             {n: g for n, g in pairs if g is not None}, in_store.given, ctx.needs_input_grad[4:]
         )
-        in_store.loss = one.loss
+        in_store.loss = () if one.loss is None else (one.loss,)
         in_store.sums = {n: x for n, x in found.items() if n in stream.stored and x.written}
         for x in in_store.sums.values():
             x.settle()
