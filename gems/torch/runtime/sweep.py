@@ -144,8 +144,13 @@ class Swept:
             for name in self.outputs
             if name in self.laid.added
         }
+        count = sum(rule is not None for rule in self.laid.rules)
+        ends = {*self.inputs, *self.outputs}
         for place in itertools.product(*self.places):
-            laid = one_patch(self.laid, place)
+            kind = tuple(row[at] for row, at in zip(self.alike, place, strict=True))
+            known = self.known.setdefault(kind, {})
+            shared = len(known) == count
+            laid = one_patch(self.laid, place, ends if shared else None)
             parts: dict[str, Any] = dict(added)
             for name in self.outputs:
                 if (layout := laid.layouts.get(name)) is not None:
@@ -154,9 +159,10 @@ class Swept:
                         parts[name] = (own, own.relative_to(have).slices())
             if parts:
                 group = PatchGroup((1,) * len(place), (0,), 0, None)  # type: ignore[arg-type]
-                kind = tuple(row[at] for row, at in zip(self.alike, place, strict=True))
-                known = self.known.setdefault(kind, {})
-                bound = bind(laid, group, self.context, known)
+                if shared:
+                    bound = TiledStage(group, laid, known, self.context)
+                else:
+                    bound = bind(laid, group, self.context, known)
                 yield Patch(bound, {name: bound.box(name) for name in self.inputs}, parts)
 
     def compute(

@@ -14,7 +14,7 @@ run once, before the sweep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -323,8 +323,11 @@ def alike(laid: StageLayout) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def one_patch(laid: StageLayout, coordinate: Sequence[int]) -> StageLayout:
-    """One patch of a layout by itself, as if there were no others."""
+def one_patch(
+    laid: StageLayout, coordinate: Sequence[int], only: Collection[str] | None = None
+) -> StageLayout:
+    """One patch of a layout by itself, as if there were no others; with `only` some values, and
+    without what calls read of them."""
 
     def mine(spans: Spans) -> Spans:
         return tuple((row[at],) for row, at in zip(spans, coordinate, strict=True))
@@ -332,6 +335,8 @@ def one_patch(laid: StageLayout, coordinate: Sequence[int]) -> StageLayout:
     layouts = {
         name: replace(layout, own=mine(layout.own), have=mine(layout.have))
         for name, layout in laid.layouts.items()
+        if only is None or name in only
     }
-    wants = [{name: mine(spans) for name, spans in row.items()} for row in laid.wants]
+    rows = laid.wants if only is None else []
+    wants = [{name: mine(spans) for name, spans in row.items()} for row in rows]
     return replace(laid, layouts=layouts, wants=wants)

@@ -269,8 +269,8 @@ def _split(
         with_halo, arguments = tile.with_halo(x), tile.named(stub, dict, *attributes)
 
         def run(*args: Any, **kwargs: Any) -> tuple[Tensor]:
-            t = packed(with_halo(arguments(*args, **kwargs)["input"]).to(dtype))
-            return (Moments.apply(t, shared, tile.known_sums()),)
+            t, known = with_halo(arguments(*args, **kwargs)["input"]).to(dtype), tile.known_sums()
+            return (Moments.apply(packed(t) if known is None else t, shared, known),)
 
         return run
 
