@@ -217,6 +217,7 @@ class Pass:
             ((total, frame),) = gradients[name]
             if total is arrived.get(name):  # another stage's
                 gradients[name] = [(total := total.clone(), frame)]
+            assert frame is not None
             total[inside(box, frame).slices()].add_(gradient)
 
         def receive_box(name: str, box: Box | None, x: Tensor) -> Tensor:
