@@ -14,9 +14,11 @@ from torch import nn
 from gems.model.graph import Value
 from gems.plans.plan import Plan
 from gems.torch.autograd.norm_gradients import sound
+from gems.torch.fingerprint import of_batch
 from gems.torch.runtime.reshard import flat, shaped
 from gems.torch.runtime.running_stats import Statistics
-from gems.torch.tensors.strides import tile_strides
+from gems.torch.tensors.strides import as_bytes, tile_strides
+from gems.transport.encoding import pack, unpack
 from tests.exact import alone, assert_equal, plainly, planned
 
 Tensor = torch.Tensor
@@ -202,3 +204,15 @@ def test_statistics_that_follow_an_unfinished_step_count_no_batches_of_instance_
     for statistics in (first, second):
         statistics.finish(statistics.sums)
     assert [int(norm.num_batches_tracked) for norm in norms] == [0, 8]  # type: ignore
+
+
+def test_a_single_number_may_have_any_strides() -> None:
+    """Story: an expanded number counts as contiguous, and its memory could not be had as bytes, so
+    that a target of one number, or the gradient of a sum, raised."""
+    one = torch.ones(()).expand(1, 1)
+    assert one.is_contiguous() and one.stride() == (0, 0)
+    assert as_bytes(one).tolist() == [0, 0, 128, 63]
+    assert torch.equal(unpack(pack(one)), one)
+    assert of_batch((one, one), thorough=True) == of_batch(
+        (one.clone(), one.clone()), thorough=True
+    )

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from gems.distributed.key import key
 from gems.geometry.box import Box
 from gems.torch.runtime.microbatch import Lazy
+from gems.torch.tensors.strides import as_bytes
 from gems.torch.tracing.calls import Attr, Call, Ref, is_placeholder
 from gems.torch.tracing.trace import Trace
 
@@ -53,8 +54,8 @@ def of_tensor(x: Tensor, *, whole: int = LARGE) -> int:
         at = torch.linspace(0, flat.numel() - 1, CELLS, dtype=torch.float64, device=flat.device)
         places = torch.unravel_index(at.long(), flat.shape)
         flat = flat[places]
-    flat = flat.contiguous().view(-1).resolve_conj().resolve_neg()
-    data: Any = flat.view(torch.uint8).cpu().numpy() if flat.numel() else b""
+    flat = flat.contiguous().resolve_conj().resolve_neg()
+    data: Any = as_bytes(flat).cpu().numpy() if flat.numel() else b""
     return key(tuple(x.shape), str(x.dtype), zlib.crc32(data))
 
 

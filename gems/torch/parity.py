@@ -28,6 +28,7 @@ from gems.torch.runtime.microbatch_loss import Loss
 from gems.torch.session import Session
 from gems.torch.state.full_state_dict import full_state_dict
 from gems.torch.tensors.rng import Drawn
+from gems.torch.tensors.strides import as_bytes
 from gems.torch.trainer import Trainer
 from gems.torch.verification import Outcome, Row, Verification, judge, pairs_of
 from gems.transport.encoding import sendable
@@ -276,5 +277,5 @@ def _differing(session: Session) -> list[str]:
 
 def _digest(x: torch.Tensor) -> str:
     # A copy: memory that numpy has seen cannot be resized, and that of shards must be.
-    flat = x.detach().cpu().contiguous().flatten().view(torch.uint8).clone()
+    flat = as_bytes(x.cpu().contiguous()).clone()
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()

@@ -161,7 +161,8 @@ def _tensor(tensor: torch.Tensor, at: str, blob: _Blob) -> list[Any]:
         )
     own = tensor.detach().cpu().contiguous()
     shape = list(own.shape)
-    start = blob.add(own.flatten().view(torch.uint8).numpy().tobytes() if own.numel() else b"")
+    flat = own.as_strided((own.numel(),), (1,))  # a single number may have any strides
+    start = blob.add(flat.view(torch.uint8).numpy().tobytes() if own.numel() else b"")
     return [str(own.dtype).removeprefix("torch."), shape, start]
 
 

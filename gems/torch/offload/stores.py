@@ -31,6 +31,7 @@ import torch
 from gems.errors import GemsError
 from gems.torch.offload.arena import Arena, Span
 from gems.torch.offload.worker import worker
+from gems.torch.tensors.strides import as_bytes
 from gems.transport.protocol import Done, Work
 
 Tensor = torch.Tensor
@@ -83,7 +84,7 @@ def make_store(tier: str, device: torch.device, folder: str | Path | None = None
 def flat_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as bytes."""
     assert tensor.is_contiguous(), "only contiguous memory is offloaded"
-    return tensor.detach().view(-1).view(torch.uint8)
+    return as_bytes(tensor)
 
 
 def _view(memory: Tensor) -> memoryview:

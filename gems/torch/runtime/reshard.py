@@ -11,7 +11,7 @@ from gems.errors import TraceError
 from gems.geometry.box import Box
 from gems.model.graph import Value
 from gems.torch.autograd.absent_gradient import absent, by_note, is_absent, marked
-from gems.torch.tensors.strides import as_recorded, row_major, strided, tile_strides
+from gems.torch.tensors.strides import as_bytes, as_recorded, row_major, strided, tile_strides
 
 Tensor = torch.Tensor
 
@@ -180,7 +180,7 @@ def flat(tensor: Tensor, value: Value) -> Tensor:
     if tensor.stride() != strides:
         copy = torch.empty_strided(value.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = copy.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return as_bytes(tensor)
 
 
 def shaped(buffer: Tensor, value: Value, back: bool = False) -> Tensor:

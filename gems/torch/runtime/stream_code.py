@@ -24,6 +24,7 @@ from gems.torch.spatial.patch_layout import StreamLayout, Sweep
 from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import strided, tile_strides
+from gems.torch.tensors.wide import wide
 from gems.torch.tracing.calls import Record
 
 Tensor = torch.Tensor
@@ -183,6 +184,13 @@ class StreamCode:
             found[name] = exchange, mine
         return found
 
+    def trained(self) -> list[nn.Parameter]:
+        """The weights of its calls that train."""
+        sweeps = self.layout.sweeps
+        calls = [call for sweep in sweeps for call in (*sweep.before, *sweep.calls)]
+        names = {name for call in calls for name in call.attrs}
+        return [p for n, p in self.model.named_parameters() if n in names and p.requires_grad]
+
     # --- values ---------------------------------------------------------------------------------
 
     def empty(self, name: str) -> Any:
@@ -190,12 +198,17 @@ class StreamCode:
         value, frame = self.values[name], self.frames.get(name)
         if name in self.stored:
             return self._place(name)
-        like = torch.empty(0, dtype=getattr(torch, value.dtype), device=self.device)
+        dtype, added = getattr(torch, value.dtype), name in self.layout.added
+        like = torch.empty(0, dtype=wide(dtype) if added else dtype, device=self.device)
         if frame is None or frame.shape == value.shape:
             found = strided(value.shape, value.strides, like)
         else:
             found = strided(frame.shape, tile_strides(value, frame.shape), like)
-        return found.zero_() if name in self.layout.added else found
+        return found.zero_() if added else found
+
+    def narrow(self, name: str, x: Tensor) -> Tensor:
+        """A sum, in the type of the value."""
+        return x.to(getattr(torch, self.values[name].dtype))
 
     def _place(self, name: str) -> StoredValue:
         """In the store, with the halo that this rank will have."""

@@ -23,6 +23,7 @@ from gems.torch.runtime.sweep import Patch, Receive, Swept
 from gems.torch.spatial.halo_exchange import HaloExchange
 from gems.torch.spatial.moments import merged
 from gems.torch.tensors.storage import storage_of
+from gems.torch.tensors.wide import accumulated_in_fp32, wide
 
 Tensor = torch.Tensor
 Later = Callable[[], Tensor]
@@ -97,7 +98,7 @@ class Pass:
             swept.forward(self._begin, write, made)
         elif stream.early is not None:
             stream.early.forward(self._begin, write, made)
-        self._join(made)
+        _join(stream, made)
         for name, x in made.items():
             self.values[name] = self._with_halo(name, x)
             if name in stream.layout.moments:
@@ -119,16 +120,6 @@ class Pass:
             x.write(box, halo)
         x.settle()
         return x
-
-    def _join(self, made: dict[str, Any]) -> None:
-        """What sums up over the image, over all tiles."""
-        if (group := self.stream.group) is None:
-            return
-        for name in made:
-            if name in self.stream.layout.moments:
-                made[name] = reduce(merged, group.all_gather(made[name])).clone()
-            elif name in self.stream.layout.added:
-                made[name] = group.all_reduce(made[name])
 
     def _save(self, names: Sequence[str]) -> None:
         for name in names:
@@ -155,14 +146,15 @@ class Pass:
         self.wants |= {n for n in inner | stream.stored if stream.values[n].grad}
         self.values = dict(self.given)
         self.freed, stream.temporary = 0, 0
-        for at in reversed(range(len(stream.swept))):
-            self._sweep_back(at)
-            self._whole_back(at)
+        with accumulated_in_fp32(stream.trained()):
+            for at in reversed(range(len(stream.swept))):
+                self._sweep_back(at)
+                self._whole_back(at)
         for name, g in self.arrived.items():
             if name in stream.inputs:  # an output that is an input
                 self._add(name, g)
-        found, self.sums = self.sums, {}
-        return {name: g for name, g in found.items() if name in stream.inputs}
+        found, self.sums = {n: g for n, g in self.sums.items() if n in stream.inputs}, {}
+        return {n: g if n in stream.stored else stream.narrow(n, g) for n, g in found.items()}
 
     def _sweep_back(self, at: int) -> None:
         stream, swept = self.stream, self.stream.swept[at]
@@ -175,7 +167,7 @@ class Pass:
             sums = {n: stream.empty(n) for n in late}
             self._run_back(swept, gradients, self._receive, sums)
             if sums:
-                self._join(sums)
+                _join(stream, sums)
                 self.loss = _finished(stream, at, sums)
         self._forget(at, swept.inputs)
 
@@ -291,9 +283,9 @@ class Pass:
     def _total(self, name: str) -> Tensor | None:
         """What sweeps summed of a gradient, with what another stage sent."""
         mine, theirs = self.sums.pop(name, None), self.arrived.pop(name, None)
-        if mine is None or theirs is None:
-            return theirs if mine is None else mine
-        return mine.add_(theirs)
+        if mine is None:
+            return theirs
+        return self.stream.narrow(name, mine if theirs is None else mine.add_(theirs))
 
     def _whole_back(self, at: int) -> None:
         leaves, results = self.graphs.pop()
@@ -326,9 +318,23 @@ class Pass:
         """Sum a gradient of a value, or of a box of it."""
         if name not in self.sums:
             like = self.values[name] if isinstance(self.values.get(name), Tensor) else gradient
-            self.sums[name] = torch.zeros_like(like)
+            dtype = wide(like.dtype) if box is None else like.dtype  # every patch adds to it all
+            self.sums[name] = torch.zeros_like(like, dtype=dtype)
         where = ... if box is None else inside(box, self.boxes[name]).slices()
         self.sums[name][where].add_(gradient)
+
+
+def _join(stream: StreamCode, made: dict[str, Any]) -> None:
+    """What sums up over the image, over all tiles."""
+    group, layout = stream.group, stream.layout
+    for name, total in made.items():
+        if name not in layout.added:
+            continue
+        if group is not None and name in layout.moments:
+            total = reduce(merged, group.all_gather(total)).clone()
+        elif group is not None:
+            total = group.all_reduce(total)
+        made[name] = stream.narrow(name, total)
 
 
 class _Window:
@@ -400,7 +406,7 @@ def _all_reduced(stream: StreamCode, name: str, g: Tensor | None) -> Tensor:
     """The gradient of a sum over all ranks."""
     group = stream.group
     assert group is not None
-    return group.all_reduce(torch.zeros_like(stream.empty(name)) if g is None else g)
+    return group.all_reduce(stream.narrow(name, stream.empty(name)) if g is None else g)
 
 
 def _returned(stream: StreamCode, name: str, g: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gems.distributed.members import Members
+from gems.torch.tensors.strides import as_bytes
 from gems.transport.protocol import EXCHANGES, Work
 
 Tensor = torch.Tensor
@@ -55,7 +56,7 @@ class SpatialGroup(Members):
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of some tensors, one after the other."""
     if len(tensors) == 1:
-        return tensors[0].reshape(-1).contiguous().view(torch.uint8)
+        return as_bytes(tensors[0].contiguous())
     return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)
 
 

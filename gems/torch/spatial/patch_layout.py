@@ -155,6 +155,7 @@ def lay_out_patches(
     for call, op, rule in zip(laid.calls, laid.ops, laid.rules, strict=True):
         if (why := unstreamable(call, rule)) is not None:
             raise CallNotTileable(call, op.name, why)
+    _reject_changing_buffers(laid)
     layouts = {name: replace(x, have=x.own) for name, x in laid.layouts.items()}
     found = StreamLayout(record, tiles, parts, layouts, [])
     wanted = set(wanted)
@@ -167,6 +168,16 @@ def lay_out_patches(
     for sweep in (*found.early.values(), *found.measuring.values()):
         sweep.laid = _swept(found, sweep, wanted)
     return found
+
+
+def _reject_changing_buffers(laid: StageLayout) -> None:
+    """Patches run again in backward, and read buffers as they are then."""
+    changes = {name: call for call in laid.calls for name in call.touches}
+    for call, op, rule in zip(laid.calls, laid.ops, laid.rules, strict=True):
+        for name in changes.keys() & set(call.attrs) - set(call.touches):
+            if rule is not None:
+                why = f"reads {name}, which {changes[name].name} changes before patches run again"
+                raise CallNotTileable(call, op.name, why)
 
 
 def _measuring(found: StreamLayout, sweep: Sweep) -> Sweep | None:

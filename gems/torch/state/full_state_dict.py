@@ -10,6 +10,7 @@ from torch import nn
 
 from gems.distributed.ownership import Ownership
 from gems.errors import ShapeError, problems
+from gems.torch.tensors.strides import as_bytes
 from gems.transport.protocol import Transport
 
 
@@ -42,7 +43,7 @@ def full_state_dict(
         if rank == transport.rank:
             for name, part in zip(names, flat.split(sizes), strict=True):
                 own = copy(name).detach().cpu().contiguous()
-                part.copy_(own.flatten().view(torch.uint8))
+                part.copy_(as_bytes(own))
         if transport.world > 1:
             transport.broadcast(flat, rank)
         for (name, shape, dtype), part in zip(shapes, flat.split(sizes), strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from gems.torch.tensors.strides import as_bytes
 from gems.transport.protocol import Transport
 
 Tensor = torch.Tensor
@@ -56,7 +57,7 @@ def _broadcast(tensors: list[Tensor], ranks: tuple[int, ...], transport: Transpo
     parts = integers.view(torch.uint8)[: sum(sizes)].split(sizes)
     if transport.rank == ranks[0]:
         for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+            part.copy_(as_bytes(tensor.detach().contiguous()))
     transport.all_reduce(integers, ranks).wait()
     if transport.rank == ranks[0]:
         return

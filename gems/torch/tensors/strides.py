@@ -54,6 +54,11 @@ def dense_like(shape: Sequence[int], x: Tensor) -> Tensor:
     return torch.empty_strided(shape, dense(shape, order), dtype=x.dtype, device=x.device)
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a tensor without gaps. One that has a single number may have any strides."""
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 def packed(x: Tensor) -> Tensor:
     """The same tensor if its memory has no gaps, or a copy with dims in the same order."""
     whole = alike(x.shape, x.stride(), fitting(tuple(x.shape), x.stride()))
