@@ -554,7 +554,7 @@ def test_the_command_line_stores_values(tmp_path: Path) -> None:
 def test_the_largest_image_grows_with_ranks_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the root of the ranks: what sweeps read of each other is in the store, tile by tile."""
 
-    def patches(graph: Any) -> Any:
+    def patches(graph: Any, **finest: bool) -> Any:
         side = min(graph.value[graph.inputs[0]].shape[2:])
         return (((n, n), 1) for n in (4, 8, 16) if 16 * n <= side)
 
