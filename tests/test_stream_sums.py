@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gems.errors import PlanError
+from gems.errors import PlanError, ShapeError
 from gems.plans.plan import Plan
 from tests.exact import assert_equal, plainly, planned
 from tests.test_stream import noise
@@ -71,6 +71,16 @@ def test_sums_over_a_thousand_patches_grow_in_half(name: str, master: bool, plan
     assert found.losses == expected.losses
     for weight, gradient in expected.gradients[0].items():
         assert found.gradients[0][weight] == gradient, weight
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def test_a_loss_of_several_numbers_is_rejected_as_without_streaming() -> None:
+    model, data = nn.Conv2d(3, 2, 3).double(), noise((2, 3, 9, 8), 3, (2, 2, 7, 6))
+    for plan in (WHOLE, replace(WHOLE, stream="2x2")):
+        with pytest.raises(ShapeError, match=r"loss must give one number.*got \(2, 2\)"):
+            planned(model, data, plan, lambda out, t: (out - t).square().mean((2, 3)))
 
 
 # --- buffers that change --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -113,7 +114,11 @@ def _laid(
     }
     (value,) = map(renamed.value, traced.outputs) if len(traced.outputs) == 1 else ("",)
     layout = partitioned.lay_out_loss(record, both, renamed.calls, value, extra, draws)
-    if value not in record.values or value in layout.layouts:
+    if (
+        value not in record.values
+        or value in layout.layouts
+        or prod(record.values[value].shape) != 1
+    ):
         return None  # no one number: an error that is raised when it runs on all of the output
     return StreamedLoss(both, layout, record, targets, value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -222,14 +223,12 @@ def _each_cell(tile: Tile) -> Run:
 
 
 def _each(module: Any, args: Any, kwargs: Any, box: Box, dims: tuple[int, ...]) -> Tensor:
-    """The loss of every cell, by a loss module with settings of its own."""
-    held = module.reduction
-    weights = {n: b for n, b in module.named_buffers() if b is not None}
-    try:
-        module.reduction = "none"
-        for name, b in weights.items():
-            module._buffers[name] = part_of(tuple(b.shape), box, dims)(b)
-        return module(*args, **kwargs)
-    finally:
-        module.reduction = held
-        module._buffers.update(weights)
+    """The loss of every cell, by a loss module with settings of its own. By a copy: ranks that are
+    threads share the user's."""
+    alone = copy(module)
+    alone.reduction = "none"
+    alone._buffers = {
+        name: None if b is None else part_of(tuple(b.shape), box, dims)(b)
+        for name, b in module._buffers.items()
+    }
+    return alone(*args, **kwargs)  # type: ignore[no-any-return]
