@@ -105,16 +105,17 @@ browser:
 			chromium chromium-driver >/dev/null; \
 	else echo "NO BROWSER: install chromium and chromedriver to test the page" >&2; fi
 
-# Lmod, by which tests/test_packaging.py loads a module. Slurm is installed by hand only (apt install
-# slurmctld slurmd slurm-client munge libpmix-dev): on a busy machine its test failed once in three.
-CLUSTER = lmod tcl
+# Slurm, with PMIx for Open MPI's ranks, and Lmod: tests/test_slurm.py starts a Slurm of its own as
+# root, tests/test_packaging.py loads a module. Without them those tests are skipped and say so.
+CLUSTER = slurmctld slurmd slurm-client munge libpmix-dev lmod tcl
 cluster:
-	@if [ -e /usr/share/lmod/lmod/init/bash ]; then :; \
+	@if [ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && [ -x /usr/bin/srun ] && \
+		[ -x /usr/sbin/munged ] && [ -e /usr/share/lmod/lmod/init/bash ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "installing $(CLUSTER)"; { apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			$(CLUSTER) >/dev/null; } || echo "NO LMOD: its tests are skipped" >&2; \
-	else echo "NO LMOD: install $(CLUSTER) to test it" >&2; fi
+			$(CLUSTER) >/dev/null; } || echo "NO SLURM, NO LMOD: their tests are skipped" >&2; \
+	else echo "NO SLURM, NO LMOD: install $(CLUSTER) to test them" >&2; fi
 
 # The pictures of the documents, by the commands that docs/pictures.md shows.
 pictures: $(DEV)
