@@ -201,11 +201,18 @@ PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so")  # which Debian's 
 @each_library
 @pytest.mark.timeout(600)
 def test_ranks_of_srun_talk_over_mpi(library: str, slurm: Command) -> None:
-    """With what a cluster's module of that MPI would set."""
+    """With what a cluster's module of that MPI would set. PMI2 of this Slurm cuts a message of
+    MPI_Init short now and then on a busy machine, before GEMS has a part in it."""
     if library == "Open MPI" and not PMIX.exists():
         pytest.skip("Slurm has no PMIx (apt install libpmix-dev)")
     start = ("srun", "--ntasks=2", f"--mpi={KINDS[library]}", sys.executable)
-    found = slurm(*start, str(SCRIPTS / "without_gloo.py"), PLAN, **module(library))
+    start = (*start, str(SCRIPTS / "without_gloo.py"), PLAN)
+    try:
+        found = slurm(*start, **module(library))
+    except AssertionError as error:
+        if "internal_Init" not in str(error):
+            raise
+        found = slurm(*start, **module(library))
     told = [json.loads(line) for line in found.splitlines() if line.startswith("{")]
     first, second = sorted(told, key=lambda line: line["rank"])
     assert (first["rank"], first["transport"], first["losses"]) == (0, "Mpi", second["losses"])
