@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import gems
 from gems.data.loader import Loader
 from gems.data.pictures import Pictures
+from gems.distributed.learning_rate import cosine, warmed_up
 from gems.torch.metrics import Scores
-from gems.torch.optimizers import cosine, optimizer, warmed_up
+from gems.torch.optimizers import optimizer
 
 CLASSES, SIDE, STEPS = 4, 32, 24
 
