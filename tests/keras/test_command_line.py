@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,21 @@ TRAIN = (
 )
 
 
-@pytest.fixture(autouse=True)
-def float32() -> Any:
-    """Other tests of this process may have left float64."""
+@contextmanager
+def float32() -> Iterator[None]:
+    """Other tests of this process run in float64, before and after."""
     before = keras.config.floatx()
     keras.config.set_floatx("float32")
-    yield
-    keras.config.set_floatx(before)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)
+
+
+@pytest.fixture(autouse=True)
+def in_float32() -> Iterator[None]:
+    with float32():
+        yield
 
 
 def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -115,10 +125,10 @@ def test_verify_names_what_compares_keras_models(capsys: pytest.CaptureFixture[s
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two epochs on one rank."""
-    keras.config.set_floatx("float32")
     folder = tmp_path_factory.mktemp("one")
     given = [*TRAIN, "--num-epochs", "2", "--export", str(folder / "net.keras")]
-    assert main([*given, "--out", str(folder)]) == 0
+    with float32():  # it is made before what each test begins with
+        assert main([*given, "--out", str(folder)]) == 0
     return folder
 
 
