@@ -13,6 +13,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -32,11 +33,18 @@ def one_rank(size: Size) -> None:
 
 
 def stages(size: Size) -> None:
+    large = replace(size, side=2 * size.side)
     found = launched("benchmarks.keras.stages", 4, size)
-    print("| plain tf.function, CPU ms | four stages, CPU ms | ratio |\n|---|---|---|")
-    both = " | ".join(f"{1e3 * found[f'{name} cpu']:.1f}" for name in ("plain", "four stages"))
-    print(f"| {both} | {found['ratio']:.3f} |\n")
-    print("| stage | saved bytes predicted | held |\n|---|---|---|")
+    rows = {
+        "threads": launched("benchmarks.keras.one_process", 1, size),
+        f"threads, {large.side} px": launched("benchmarks.keras.one_process", 1, large),
+        "processes over gloo": found,
+    }
+    print("| ranks | plain tf.function, CPU ms | four stages, CPU ms | ratio |\n|---|---|---|---|")
+    for name, row in rows.items():
+        both = " | ".join(f"{1e3 * row[f'{each} cpu']:.1f}" for each in ("plain", "four stages"))
+        print(f"| {name} | {both} | {row['ratio']:.3f} |")
+    print("\n| stage | saved bytes predicted | held |\n|---|---|---|")
     for row in found["saved"]:
         print(f"| {row['stage']} | {row['predicted']} | {row['held']} |")
 
