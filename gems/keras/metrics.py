@@ -28,19 +28,24 @@ Parts = list[tuple[Any, Any, Any]]  # targets, outputs, sample weights
 def over_ranks(model: Any, session: Any, x: Any, y: Any) -> Iterator[Callable[[Parts], None]]:
     """Around a batch; gives what to call with the parts that this rank has run."""
     compiled, transport = model._compile_metrics, session.transport
+    loss = model._compile_loss
+    if loss is not None and not loss.built:  # else it makes its own metrics with its first batch
+        loss.build(*_forms(session.output_form(x), y))
     if compiled is not None and CHECKED not in vars(compiled):
         _build(compiled, session.output_form(x), y)
         vars(compiled)[CHECKED] = True
-    if transport.world == 1:
-        yield lambda parts: _update(compiled, parts)
-        return
     own = [metric for metric in model.metrics if metric is not model._loss_tracker]
     variables = [v for metric in own for v in metric.variables]
-    before = [np.array(v.numpy()) for v in variables]
+    before = [np.array(array_of(v.value)) for v in variables]
 
     def add(parts: Parts) -> None:
+        for v, start in zip(variables, before, strict=True):
+            v.assign(start)  # recording the loss has changed those of single outputs
         _update(compiled, parts)
-        after = [np.array(v.numpy()) for v in variables]
+        _update_losses(loss, parts)
+        if transport.world == 1:
+            return
+        after = [np.array(array_of(v.value)) for v in variables]
         changes = [(b.astype("float64") - a).ravel() for a, b in zip(before, after, strict=True)]
         if not changes:
             return
@@ -86,6 +91,13 @@ def _update(compiled: Any, parts: Parts) -> None:
             compiled.update_state(y, output, weight)
 
 
+def _update_losses(compiled: Any, parts: Parts) -> None:
+    """The losses of single outputs, which Keras reports where there are several."""
+    if compiled is not None and compiled.metrics:
+        for y, output, weight in parts:
+            compiled(y, output, weight)
+
+
 def results(model: Any, found: Any) -> dict[str, float]:
     """Of all batches of the epoch, this one included."""
     model._loss_tracker.update_state(found.loss, sample_weight=found.samples)
@@ -102,14 +114,12 @@ def _number(value: Any) -> Any:
 def _build(compiled: Any, output: Any, y: Any) -> None:
     """On every rank, from shapes alone, so that ranks without outputs have the variables as well.
     Raises for metrics that are no sums."""
-    rows = keras.tree.flatten(output)[0].shape[0]
-
-    def form(t: Any) -> Any:
-        return keras.KerasTensor((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype))
-
-    target = keras.tree.map_structure(form, y)
+    target, output = _forms(output, y)
     if not compiled.built:  # Keras builds them before, on torch
         compiled.build(target, output)
+    for metric in compiled.metrics:
+        if getattr(metric, "_built", True) is False:  # it makes its variables with its first batch
+            _make_variables(metric, target, output)
     found = [
         f"{metric.name}: {why}"
         for metric in compiled.metrics
@@ -123,6 +133,27 @@ def _build(compiled: Any, output: Any, y: Any) -> None:
                 found,
             )
         )
+
+
+def _forms(output: Any, y: Any) -> tuple[Any, Any]:
+    """Targets, as many as outputs, and outputs."""
+    rows = keras.tree.flatten(output)[0].shape[0]
+
+    def form(t: Any) -> Any:
+        return keras.KerasTensor((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype))
+
+    return keras.tree.map_structure(form, y), output
+
+
+def _make_variables(metric: Any, target: Any, output: Any) -> None:
+    if keras.tree.is_nested(target) or keras.tree.is_nested(output):
+        raise PlanError(
+            f"{metric.name} makes its variables with its first batch, which not all ranks have, "
+            "and this model has several outputs; leave it out, or call model.predict and compute it"
+        )
+    numbers = np.random.default_rng(0)
+    metric.update_state(_drawn(target, numbers), _drawn(output, numbers))
+    metric.reset_state()
 
 
 def _why_not_additive(metric: Any, target: Any, output: Any) -> str | None:

@@ -162,3 +162,54 @@ def test_calling_the_model_with_weights_of_other_ranks_is_rejected() -> None:
             model(IMAGES)
 
     on_ranks(PIPELINE, work)
+
+
+def two_outputs() -> keras.Model:
+    inputs = keras.Input((8,))
+    x = layers.Dense(4, activation="relu")(inputs)
+    return keras.Model(
+        inputs, {"a": layers.Dense(2, name="a")(x), "b": layers.Dense(1, name="b")(x)}
+    )
+
+
+def one_output() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((8,)), layers.Dense(4, activation="relu"), layers.Dense(2)]
+    )
+
+
+NUMBERS = np.random.default_rng(0).normal(size=(16, 8))
+REPORTED = {
+    "losses of each output": (
+        two_outputs,
+        {"a": NUMBERS[:, :2], "b": NUMBERS[:, 2:3]},
+        lambda: {"loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 1.0, "b": 0.3}},
+    ),
+    "a metric that is built with its first batch": (
+        one_output,
+        NUMBERS[:, :2],
+        lambda: {"loss": "mse", "metrics": [keras.metrics.R2Score()]},
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", [PIPELINE, Plan(stages=1, data=2)], ids=["pipeline", "copies"])
+@pytest.mark.parametrize("what", REPORTED)
+def test_what_is_reported_beside_the_loss_is_that_of_plain_keras(what: str, plan: Plan) -> None:
+    """Story: both missed, or counted twice, the first batch of a fit."""
+    make, targets, settings = REPORTED[what]
+
+    def ready() -> keras.Model:
+        model = fresh(make)
+        model.compile(keras.optimizers.SGD(0.1), **settings())
+        return model
+
+    def fit(model: keras.Model) -> Any:
+        return model.fit(NUMBERS, targets, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+
+    expected, models = fit(ready()), [ready() for _ in range(plan.world)]
+    for found in run(
+        plan.world,
+        lambda t: fit(gems.keras.distribute(models[t.rank], plan, transport=t)),
+    ):
+        assert worst(found, expected) < 1e-6
