@@ -8,7 +8,6 @@ Backward takes the sweeps in reverse (stream_pass.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,6 @@ from gems.torch.runtime.stream_code import StreamCode
 from gems.torch.runtime.stream_pass import Pass
 
 Tensor = torch.Tensor
-Later = Callable[[], Tensor]
-KNOWN = 2048  # calls of all patches that a stage remembers, of some 3 KB each
 
 
 @dataclass
