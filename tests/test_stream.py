@@ -598,7 +598,7 @@ def test_the_planner_lets_a_network_stream_as_far_as_it_can() -> None:
 def test_blocks_may_be_known_from_the_last_time_or_not(
     known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gems.torch.runtime.streaming.KNOWN", known)
+    monkeypatch.setattr("gems.torch.runtime.stream_code.KNOWN", known)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
     data = [(torch.randn(4, 3, 9, 8), torch.randint(2, (4, 9, 8))) for _ in range(2)]
