@@ -22,6 +22,7 @@ from gems.model.sweeps import Step, assign
 from gems.plans.plan import Plan
 
 TARGET = 8  # bytes of a class in a target
+ROUNDING = 1e-6  # of a cell
 ENTERING = -1  # in place of a block: what enters the stage
 
 
@@ -40,15 +41,27 @@ def overlaps(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> dict[i
     Branches beside each other count one after the other: rather too much than too little.
     """
     found: dict[int, Overlap] = {}
-    beyond = [0.0] * len(grid)  # what later blocks read around this one, as a part of the image
-    for i in (*reversed(blocks), ENTERING):
+    for i, (beyond, _) in _reaches(graph, blocks, len(grid)).items():
         # Of a mean over the image, most is what it reads.
         near = (*graph.blocks[i].writes, *graph.blocks[i].reads) if i >= 0 else graph.inputs
         images = [graph.value[n] for n in near if _image(graph.value[n], grid)]
         found[i] = _overlap(max(images, key=lambda v: v.bytes, default=None), grid, beyond)
-        around = graph.blocks[i].reach if i >= 0 else ()
-        for axis, reach in enumerate(around[-len(grid) :]):
-            beyond[axis] += reach
+    return found
+
+
+Reach = tuple[float, ...]  # cells around a value that are read, as a part of the image, by axis
+
+
+def _reaches(graph: Graph, blocks: Sequence[int], axes: int) -> dict[int, tuple[Reach, Reach]]:
+    """What is read around what each block makes, by later ones, and around what it reads, by it
+    too; and around what enters the stage."""
+    found, beyond = {}, (0.0,) * axes
+    for i in reversed(blocks):
+        own = graph.blocks[i].reach[-axes:]
+        own = (0.0,) * (axes - len(own)) + tuple(own)
+        around = tuple(a + b for a, b in zip(beyond, own, strict=True))
+        found[i], beyond = (beyond, around), around
+    found[ENTERING] = (beyond, beyond)
     return found
 
 
@@ -57,16 +70,32 @@ def _overlap(value: Value | None, grid: Sequence[int], beyond: Sequence[float]) 
         return Overlap(1.0, prod(grid))  # every patch makes all of it
     largest, total = [], []
     for length, parts, reach in zip(value.shape[-len(grid) :], grid, beyond, strict=True):
-        share = ceil(length / parts) / max(length, 1)
-        sides = {1: 0.0, 2: 0.5}.get(parts, 1.0)  # of a patch that are not the image's own
-        largest.append(min(share + sides * reach, 1.0))
+        sides = min(parts - 1, 2)  # of a patch that are not the image's own
+        cells = ceil(length / parts) + sides * ceil(reach / 2 * length - ROUNDING)
+        largest.append(min(cells / max(length, 1), 1.0))
         total.append(min(1 + (parts - 1) * reach, parts))
     return Overlap(prod(largest), prod(total))
 
 
+def tile_bytes(
+    graph: Graph, name: str, tiles: Sequence[int], rows: Iterable[Sequence[int]]
+) -> float:
+    """Of a value, on the rank that has most of it: its tile, with the halo that is read by rows of
+    blocks, each of which runs at once."""
+    value, around = graph.value[name], (0.0,) * len(tiles)
+    if prod(tiles) == 1 or not _image(value, tiles):
+        return value.bytes
+    for row in rows:
+        reaches = _reaches(graph, row, len(tiles))
+        for _, reach in (reaches[i] for i in row if name in graph.blocks[i].reads):
+            around = tuple(map(max, around, reach))
+    return value.bytes * _overlap(value, tiles, around).largest
+
+
 def stored_values(graph: Graph, stage_of: Sequence[int], plan: Plan) -> dict[str, tuple[int, ...]]:
     """The values that streamed stages hand each other by way of a store, with the stages that read
-    them. What another stage reads too, or the loss, is whole on the device anyway."""
+    them: of one rank each, or of the same tiles of the same ranks. What another stage reads too, or
+    the loss, is on the device anyway."""
     readers: dict[str, list[int]] = {}
     for (_, target), names in crossings(graph, stage_of).items():
         for name in names:
@@ -75,11 +104,18 @@ def stored_values(graph: Graph, stage_of: Sequence[int], plan: Plan) -> dict[str
     for name, stages in readers.items():
         value, source = graph.value[name], stage_of[graph.producer[name]]
         policies = [plan.activations[s] for s in (source, *stages)]
-        alone = all(plan.sizes[s] == 1 for s in (source, *stages))  # tiles are whole on the device
-        boxed = alone and all(p.values and _image(value, p.patches) for p in policies)
+        alone = all(plan.sizes[s] == 1 for s in (source, *stages))
+        boxed = alone or _same_tiles(plan, (source, *stages))
+        boxed = boxed and all(p.values and _image(value, p.patches) for p in policies)
         if boxed and name not in graph.outputs:
             found[name] = tuple(sorted(stages))
     return found
+
+
+def _same_tiles(plan: Plan, stages: Sequence[int]) -> bool:
+    """Whether the same ranks have the same tiles of all these stages."""
+    places = {(plan.grids[s], plan.spatial_group_of(s, 0)) for s in stages}
+    return len(places) == 1 and bool(plan.grids[stages[0]].tiles)
 
 
 def _image(value: Value, grid: Sequence[int]) -> bool:
@@ -261,23 +297,8 @@ class _Memory:
 
     def bytes(self, name: str) -> float:
         """Of a rank's tile, with the halo that is read of it."""
-        value = self.graph.value[name]
-        if prod(self.tiles) == 1 or not _image(value, self.tiles):
-            return value.bytes
-        parts = []
-        readers = [self.found.blocks[k] for k in self.found.read.get(name, ())]
-        reach = [0.0] * len(self.tiles)
-        for row in readers:
-            around = [0.0] * len(self.tiles)
-            for i in row:
-                for axis, r in enumerate(self.graph.blocks[i].reach[-len(self.tiles) :]):
-                    around[axis] += r
-            reach = [max(a, b) for a, b in zip(reach, around, strict=True)]
-        lengths = value.shape[-len(self.tiles) :]
-        for length, n, beyond in zip(lengths, self.tiles, reach, strict=True):
-            sides = {1: 0.0, 2: 0.5}.get(n, 1.0)
-            parts.append(min(ceil(length / n) / max(length, 1) + sides * beyond, 1.0))
-        return value.bytes * prod(parts)
+        rows = [self.found.blocks[k] for k in self.found.read.get(name, ())]
+        return tile_bytes(self.graph, name, self.tiles, rows)
 
     def activations(self) -> float:
         kept = (*self.received, *self.stored, *self.ends)
@@ -328,12 +349,13 @@ class _Memory:
     def _boxes(self, at: int, row: Sequence[int]) -> float:
         """Boxes of stored values in a sweep: of the next patch, read while one runs; of gradients
         that are added to; and of those of what it made, twice."""
-        overlap, value = overlaps(self.graph, row, self.fine), self.graph.value
+        reaches, value = _reaches(self.graph, row, len(self.fine)), self.graph.value
         found = 0.0
         for name in self.in_store:
             readers = [i for i in row if name in self.graph.blocks[i].reads]
             if readers and at in self.found.read.get(name, ()):
-                largest = max(overlap[i].largest for i in readers)
+                around = [reaches[i][1] for i in readers]
+                largest = max(_overlap(value[name], self.fine, one).largest for one in around)
                 found += value[name].bytes * largest * (1 + value[name].grad)
             if self.found.made.get(name) == at and value[name].grad:
                 own = _overlap(value[name], self.fine, [0.0] * len(self.fine)).largest
