@@ -614,11 +614,28 @@ def test_python_takes_its_time_for_every_layer_of_every_block() -> None:
     graph = with_halos(trace(model, torch.empty(1, 3, 16, 16)), model)
     blocks = estimate(graph, cpu)
     (was,), (found,) = (price(blocks, graph, [0] * 3, plan, m).items for m in (cpu, slow))
-    assert found.f - was.f == pytest.approx(3 * 8), "three layers on eight blocks"
-    assert found.i - was.i == pytest.approx(3 * 8), "which backward runs again"
+    assert found.f == was.f == 0, "with the loss, patches run in backward only"
+    assert found.i - was.i == pytest.approx(3 * 8), "three layers on eight blocks"
     tiles = Plan(spatial=(2, 1))
     (was,), (found,) = (price(blocks, graph, [0] * 3, tiles, m).items for m in (cpu, slow))
     assert found.f - was.f == pytest.approx(3)
+
+
+@pytest.mark.parametrize("offload", [(), ("values:disk",)])
+def test_a_convolution_before_a_norm_is_priced_once_unless_a_store_has_its_output(
+    offload: tuple[str, ...],
+) -> None:
+    """Five layers on four blocks in two sweeps, a norm in both; backward leaves out one."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+    )
+    plan, cpu = Plan(stream=(2, 2), schedule="sequential", offload=offload), machine("cpu")
+    slow = replace(cpu, device=replace(cpu.device, call=cpu.device.call + 1e3))
+    graph = with_halos(trace(model, torch.empty(2, 3, 16, 16)), model)
+    blocks = estimate(graph, cpu)
+    (was,), (found,) = (price(blocks, graph, [0] * 4, plan, m).items for m in (cpu, slow))
+    assert found.f - was.f == pytest.approx(5 * 4 * 1e3, rel=1e-4)
+    assert found.i - was.i == pytest.approx((5 if offload else 4) * 4 * 1e3, rel=1e-4)
 
 
 def test_prediction_streams_too() -> None:

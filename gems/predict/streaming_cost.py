@@ -229,28 +229,31 @@ def streamed(
     grid = (1,) * (len(tiles) - len(grid)) + tuple(grid)
     fine = tuple(a * b for a, b in zip(tiles, grid, strict=True))
     found, count = sweeps(graph, blocks), prod(grid)
-    seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
-    for row in found.blocks:
-        overlap = overlaps(graph, row, fine)
-        seconds["f"] += call * count * len(row)
-        for i in row:
-            part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
-            for kind in seconds:
-                if had := getattr(part, kind):
-                    work = (had - part.launch) * overlap[i].total / prod(tiles)
-                    seconds[kind] += share * work + part.launch * count
-    back = sum(seconds.values()) if cost.b else 0.0
     memory = _Memory(graph, blocks, found, fine, tiles, stored)
     if link is not None:
         memory.stored_too(memory.stored)
-        forward, backward = memory.moved()
-        seconds["f"] = max(seconds["f"], forward / link.bandwidth)
-        back = max(back, backward / link.bandwidth) if back else 0.0
+    forward = back = 0.0
+    for at, row in enumerate(found.blocks):
+        overlap, unread = overlaps(graph, row, fine), memory.unread(at)
+        for i in row:
+            part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
+            much, launch = share * overlap[i].total / prod(tiles), part.launch * count
+            f, g, w = (
+                (x - part.launch) * much + launch if x else 0.0 for x in (part.f, part.i, part.w)
+            )
+            f += call * count
+            forward += 0.0 if memory.late(at) else f
+            back += g + w + (0.0 if i in unread else f)
+    back = back if cost.b else 0.0
+    if link is not None:
+        there, again = memory.moved()
+        forward = max(forward, there / link.bandwidth)
+        back = max(back, again / link.bandwidth) if back else 0.0
     rows = [overlaps(graph, row, fine) for row in found.blocks]
     pairs = [(costs[i], rows[k][i]) for k, row in enumerate(found.blocks) for i in row]
     return replace(
         cost,
-        f=seconds["f"],
+        f=forward,
         i=back,
         w=0.0,
         halves=1.0,
@@ -334,6 +337,27 @@ class _Memory:
         block, made = self.graph.blocks[i], self.found.made
         here = [n for n in block.reads if made.get(n) == at and n not in self.in_store]
         return block.joins == 2 and bool(here) and any(made[n] > at for n in block.writes)
+
+    def late(self, at: int) -> bool:
+        """Whether patches run in backward only: their loss is not known before, and not needed."""
+        last = at == len(self.found.blocks) - 1
+        return last and any(self.found.made[n] == at for n in self.compared)
+
+    def unread(self, at: int) -> set[int]:
+        """The blocks that backward does not run again: nobody looks at what they make, as norms
+        that begin there read it where it is stored."""
+        blocks, found = self.graph.blocks, set[int]()
+        read = {n for n in self.compared if self.found.made[n] == at}
+        for i in reversed(self.found.blocks[at]):
+            block = blocks[i]
+            if self._measured(at, i):
+                continue
+            seen = not read.isdisjoint(block.writes)
+            if block.blind == 1 and not seen:
+                found.add(i)
+            if block.blind != 2 or seen:
+                read.update((*block.reads, *block.mutates))
+        return found
 
     def _loss(self, at: int) -> float:
         """What a cross-entropy saves of a patch: log-probabilities, and the targets."""

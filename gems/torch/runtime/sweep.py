@@ -16,14 +16,12 @@ Of what sums up over the image, every patch gives the summand of its cells.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -39,6 +37,7 @@ from gems.torch.spatial.patch_layout import StreamLayout, alike, one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import TiledStage, bind
+from gems.torch.spatial.unread_calls import unread
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call
 from gems.transport.protocol import Work
@@ -236,25 +235,6 @@ class Swept:
                 torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         context.known, context.unread = {}, frozenset()
         return most
-
-
-CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d}
-SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, operator.add}
-
-
-def unread(calls: Sequence[Call], model: nn.Module) -> frozenset[str]:
-    """The convolutions whose results backward does not look at, nor do calls between them and the
-    end: only sums do."""
-    found, read = set(), set[str]()
-    for call in reversed(calls):
-        plain = not (call.mutates or call.overwrites or call.touches) and call.region is None
-        kind = call.function if call.module is None else type(model.get_submodule(call.module))
-        seen = not read.isdisjoint(call.writes)
-        if plain and not seen and kind in CONVOLUTIONS:
-            found.add(call.name)
-        if seen or not plain or kind not in SUMS:
-            read.update((*call.reads, *call.overwrites, *(old for old, _ in call.mutates)))
-    return frozenset(found)
 
 
 def ahead(

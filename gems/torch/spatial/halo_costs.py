@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,9 @@ from gems.geometry.layout import Layout, even
 from gems.model.graph import ITEMSIZE, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.patch_layout import joined, unstreamable
+from gems.torch.spatial.unread_calls import blind
 from gems.torch.tensors.rng import Draws
+from gems.torch.tracing.calls import Call
 from gems.torch.tracing.trace import Trace
 
 NUMBER = 4  # bytes of a number in a sum of statistics
@@ -62,10 +65,16 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             streams=i < min(streams, reach),
             tiled=i in tiled,
             joins=joins.get(i, 0),
+            blind=_blind(traced.calls(i), model),
         )
         for i, b in enumerate(graph.blocks)
     )
     return replace(graph, blocks=blocks)
+
+
+def _blind(calls: Sequence[Call], model: nn.Module) -> int:
+    """Of a block, if it is one call."""
+    return blind(calls[0], model) if len(calls) == 1 else 0
 
 
 def _blocks(traced: Trace) -> dict[str, int]:
