@@ -183,8 +183,8 @@ def _patches(graph: Graph, *, finest: bool = False) -> Iterator[tuple[tuple[int,
     less overlaps in each of several, but what they send each other is whole."""
     shape = graph.value[graph.inputs[0]].shape[2:]
     found: dict[int, list[int]] = {}
-    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
-        for times in STREAMED if parts in (4, 8, 16, 32, 64, 128, 256) else (1,):
+    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512):
+        for times in STREAMED if parts in (4, 8, 16, 32, 64, 128, 256, 512) else (1,):
             if parts * 16 <= min(shape, default=0):
                 found.setdefault(times, []).append(parts)
     for times, grids in found.items():
