@@ -56,8 +56,8 @@ def trained(name: str, images: int, side: int, tile: int) -> int:
         optimizer.step()
     return (
         live.peak
-        + plain.resident_memory(streamed.stream_module, target)
-        + plain.resident_memory(head)
+        + plain.resident(streamed.stream_module, target)
+        + plain.resident(head)
     )
 
 

@@ -94,6 +94,7 @@ def from_above(
         side, plan, beyond = ours.largest(name, ranks.size, images, part * cap, store, most)
         log.info("  %s on %s ranks: %s, %s", name, ranks.size, side, describe(plan))
         peak = max(ranks.run(ours.trained, name, images, side, plan, True))
+        log.info("  %s: it takes %s", side, size(peak))
         how = f"{describe(plan)}; {side + STEP}: {beyond}"
         if peak <= cap:
             return side, peak, how

@@ -17,8 +17,8 @@ from gems.schedule.build import BY_SAMPLE
 UNITS = (4, 16)  # stages of one rank, to be unsharded one after the other
 APART = (4, 16, 64, 128)  # the same, of which one or two are on the device at a time
 LONG = 2048  # times that ranks run a stage in a step of a copy: it takes long to simulate more
-STREAMED = (1, 2, 3, 6, 16)  # stages over patches, on the same ranks
-SOME_TIMES, MANY_TIMES = 6, 16  # of these, from how many on weights are stored too, or always
+STREAMED = (1, 2, 3, 5, 6, 16)  # stages over patches, on the same ranks
+SOME_TIMES, MANY_TIMES = 3, 16  # of these, from how many on weights are stored too, or always
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 

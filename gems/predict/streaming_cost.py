@@ -327,9 +327,16 @@ class _Memory:
             )
             again = [i for i in row if not self._measured(at, i)]
             patch = workspace(self.graph, again, self.fine, self.in_store) + self._boxes(at, row)
-            patch += self._loss(at)
+            patch += self._loss(at) + self._weights(row)
             most = max(most, patch + gradients - freed)
         return most
+
+    def _weights(self, row: Sequence[int]) -> float:
+        """The gradient that one of several patches makes of the largest weight, before it is added
+        to that of the patches before."""
+        names = {n for i in row for n in self.graph.blocks[i].parameters}
+        sizes = (self.graph.weight[n].bytes for n in names)
+        return max(sizes, default=0) if prod(self.fine) > prod(self.tiles) else 0
 
     def _measured(self, at: int, i: int) -> bool:
         """Whether a norm begins in a sweep, with what the sweep makes: backward then reads that

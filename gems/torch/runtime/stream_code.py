@@ -26,7 +26,7 @@ from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import strided, tile_strides
 from gems.torch.tensors.wide import wide
-from gems.torch.tracing.calls import Record
+from gems.torch.tracing.calls import Call, Record
 
 Tensor = torch.Tensor
 Later = Callable[[], Tensor]
@@ -190,10 +190,10 @@ class StreamCode:
             found[name] = exchange, mine
         return found
 
-    def trained(self) -> list[nn.Parameter]:
-        """The weights of its calls that train."""
-        sweeps = self.layout.sweeps
-        calls = [call for sweep in sweeps for call in (*sweep.before, *sweep.calls)]
+    def trained(self, calls: Sequence[Call] | None = None) -> list[nn.Parameter]:
+        """The weights of these calls, or of all of its own, that train."""
+        if calls is None:
+            calls = [c for sweep in self.layout.sweeps for c in (*sweep.before, *sweep.calls)]
         names = {name for call in calls for name in call.attrs}
         return [p for n, p in self.model.named_parameters() if n in names and p.requires_grad]
 

@@ -194,6 +194,8 @@ class Pass:
         held = [g for parts in gradients.values() for g, _ in parts]
         held += [*self.sums.values(), *self.arrived.values()]
         size = sum(x.nbytes for x in held if isinstance(x, Tensor)) + most - self.freed
+        if prod(stream.layout.patches) > 1:  # one's gradient is added to that of those before
+            size += max((p.nbytes for p in stream.trained(swept.laid.calls)), default=0)
         stream.temporary = max(stream.temporary, size)
 
     def _measure_back(
