@@ -33,7 +33,7 @@ CASES: dict[str, tuple[Any, bool, int, int, int, tuple[str, ...], bool]] = {
     "ResNet": (residual, False, 1, 700, 3000, ("values:disk",), False),
     "ResNet, 2 ranks": (residual, False, 2, 700, 3000, ("values:disk",), True),
     "U-Net": (u_net, True, 1, 896, 6000, ("values:disk", "weights:disk"), False),
-    "U-Net, 2 ranks": (u_net, True, 2, 896, 6000, ("values:disk", "weights:disk"), True),
+    "U-Net, 2 ranks": (u_net, True, 2, 1200, 6000, ("values:disk", "weights:disk"), True),
 }
 
 
