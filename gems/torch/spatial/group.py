@@ -17,6 +17,10 @@ Tensor = torch.Tensor
 class SpatialGroup(Members):
     """The members of a stage on tiles, and their collectives."""
 
+    def channel(self, call: str, number: int) -> SpatialGroup:
+        """The group for one exchange of a call. Ranks match messages by their order."""
+        return self
+
     def exchange(
         self, parts: Mapping[int, Sequence[Tensor]], counts: Mapping[int, int], like: Tensor
     ) -> tuple[dict[int, Tensor], Work]:
