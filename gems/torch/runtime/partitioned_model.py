@@ -175,8 +175,9 @@ class PartitionedModel:
         calls, sent = self.calls(stage), self.sent(stage)
         patches, entering = self._entering_patches(stage, patches)
         return lay_out_stage(
-            stage, self.trace.record, self.model, calls, entering, self.draws, sent, patches
-        )
+            stage, self.trace.record, self.model, calls, entering, self.draws, sent, patches,
+            carry=self.plan.activations[stage].carries,
+        )  # fmt: skip
 
     def lay_out_loss(
         self, record: Record, model: nn.Module, calls: Sequence[Call], value: str,
@@ -186,7 +187,10 @@ class PartitionedModel:
         stage = self.plan.depth - 1
         patches, entering = self._entering_patches(stage, self.plan.activations[stage].patches)
         calls = [*self.calls(stage), *calls]
-        return lay_out_patches(record, model, calls, entering, draws, [value], patches, targets)
+        return lay_out_patches(
+            record, model, calls, entering, draws, [value], patches, targets,
+            carry=self.plan.activations[stage].carries,
+        )  # fmt: skip
 
     def _entering_patches(
         self, stage: int, patches: tuple[int, ...]
