@@ -7,6 +7,7 @@
 
 R adds up over the layers from the last to the first of a sweep: the first layers do most of the
 work twice. Where all of the image is needed a sweep ends, and what the next ones read is stored.
+Patches that carry do no work twice, and save strips (carried_cost.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gems.model.costs import Cost, Costs, StoredBytes
 from gems.model.graph import Graph, Value, crossings
 from gems.model.sweeps import Step, assign
 from gems.plans.plan import Plan
+from gems.predict.carried_cost import CarriedSweep
 
 TARGET = 8  # bytes of a class in a target
 ENTERING = -1  # in place of a block: what enters the stage
@@ -171,6 +173,22 @@ def workspace(
     return sum(found.values())
 
 
+def saved_storages(
+    graph: Graph, blocks: Sequence[int], stored: Collection[str]
+) -> list[tuple[int, str, int]]:
+    """What backward keeps of a sweep, each storage once: the block that saves it, the image of
+    which it is the memory, if of any, and its bytes. Of what the sweep reads as in `workspace`."""
+    mine, images = set(blocks), {v.storage: v.name for v in reversed(graph.values)}
+    found: dict[int, tuple[int, str, int]] = {}
+    for i in blocks:
+        for storage, size in graph.blocks[i].saves:
+            name = images.get(storage, "")
+            maker = graph.producer.get(name, ENTERING) if name else i
+            if maker in mine or maker == ENTERING or name in stored or graph.blocks[i].joins == 2:
+                found.setdefault(storage, (i, name, size))
+    return list(found.values())
+
+
 def streamed(
     cost: Cost,
     graph: Graph,
@@ -181,6 +199,8 @@ def streamed(
     tiles: Sequence[int] = (),
     stored: Collection[str] = (),
     link: Link | None = None,
+    *,
+    carries: bool = False,
 ) -> Cost:
     """What a stage costs that runs patch by patch, and again in backward, weights and all. Python
     takes `call` for each, however small. On `tiles`, each rank runs the patches of its own.
@@ -194,8 +214,9 @@ def streamed(
     fine = tuple(a * b for a, b in zip(tiles, grid, strict=True))
     found, count = sweeps(graph, blocks), prod(grid)
     seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
-    for row in found.blocks:
-        overlap = overlaps(graph, row, fine)
+    memory = _Memory(graph, blocks, found, fine, tiles, stored, carries=carries)
+    rows = [memory.overlaps(at) for at in range(len(found.blocks))]
+    for row, overlap in zip(found.blocks, rows, strict=True):
         seconds["f"] += call * count * len(row)
         for i in row:
             part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
@@ -204,13 +225,11 @@ def streamed(
                     work = (had - part.launch) * overlap[i].total / prod(tiles)
                     seconds[kind] += share * work + part.launch * count
     back = sum(seconds.values()) if cost.b else 0.0
-    memory = _Memory(graph, blocks, found, fine, tiles, stored)
     if link is not None:
         memory.stored_too(memory.stored)
         forward, backward = memory.moved()
         seconds["f"] = max(seconds["f"], forward / link.bandwidth)
         back = max(back, backward / link.bandwidth) if back else 0.0
-    rows = [overlaps(graph, row, fine) for row in found.blocks]
     pairs = [(costs[i], rows[k][i]) for k, row in enumerate(found.blocks) for i in row]
     return replace(
         cost,
@@ -229,7 +248,7 @@ class _Memory:
 
     def __init__(
         self, graph: Graph, blocks: Sequence[int], found: Sweeps, fine: Sequence[int],
-        tiles: Sequence[int], in_store: Collection[str] = (),
+        tiles: Sequence[int], in_store: Collection[str] = (), *, carries: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.found, self.fine, self.tiles = graph, found, fine, tiles
         mine = set(blocks)
@@ -244,6 +263,25 @@ class _Memory:
         self.ends = [n for n in self.given if n in graph.outputs]
         self.stored = [n for n in found.read if n in found.made and self._image(n)]
         self.in_store = set(in_store)
+        self.carried: list[CarriedSweep] = []
+        if carries:
+            parts = [n // t for n, t in zip(fine, tiles, strict=True)]
+            later = {*self.given, *self.compared, *found.read}
+            self.carried = [
+                CarriedSweep(graph, row, found.made, at, tiles, parts, later)
+                for at, row in enumerate(found.blocks)
+            ]
+
+    def overlaps(self, at: int) -> dict[int, Overlap]:
+        """Of each block of a sweep, as `overlaps` has it."""
+        row = self.found.blocks[at]
+        if not self.carried:
+            return overlaps(self.graph, row, self.fine)
+        sweep, count, made = self.carried[at], prod(self.tiles), {}
+        for i in row:
+            name = sweep.image(i)
+            made[i] = Overlap(sweep.largest(name), sweep.all_of(name) * count)
+        return made
 
     def stored_too(self, names: Iterable[str]) -> None:
         """Of what sweeps hand each other; of what leaves the stage, that was decided."""
@@ -281,7 +319,8 @@ class _Memory:
 
     def activations(self) -> float:
         kept = (*self.received, *self.stored, *self.ends)
-        return sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
+        whole = sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
+        return whole + sum(sweep.strips for sweep in self.carried)
 
     def temporary(self) -> float:
         """The most beyond these: a patch, gradients, without what later sweeps needed."""
@@ -301,11 +340,23 @@ class _Memory:
                 for n in self.stored
                 if found.read[n][0] > at and n not in self.in_store
             )
+            freed += sum(sweep.strips for sweep in self.carried[at + 1 :])
             again = [i for i in row if not self._measured(at, i)]
-            patch = workspace(self.graph, again, self.fine, self.in_store) + self._boxes(at, row)
-            patch += self._loss(at)
+            patch = self._patch(at, again) + self._boxes(at, row) + self._loss(at)
             most = max(most, patch + gradients - freed)
         return most
+
+    def _patch(self, at: int, again: Sequence[int]) -> float:
+        """What backward keeps for the largest patch of a sweep."""
+        if not self.carried:
+            return workspace(self.graph, again, self.fine, self.in_store)
+        sweep = self.carried[at]
+        sizes = saved_storages(self.graph, again, self.in_store)
+        return max(
+            sum(size * sweep.share(name or sweep.image(i), place) for i, name, size in sizes)
+            + sweep.beyond(place)
+            for place in sweep.places
+        )
 
     def _measured(self, at: int, i: int) -> bool:
         """Whether a norm begins in a sweep, with what the sweep makes: backward then reads that
@@ -320,7 +371,7 @@ class _Memory:
         for name in self.compared:
             if self.found.made[name] == at:
                 value = self.graph.value[name]
-                largest = _overlap(value, self.fine, [0.0] * len(self.fine)).largest
+                largest = self._own(at, name)
                 cells = prod(value.shape) / max(value.shape[1], 1)
                 found += largest * (value.bytes + TARGET * cells)
         return found
@@ -328,7 +379,7 @@ class _Memory:
     def _boxes(self, at: int, row: Sequence[int]) -> float:
         """Boxes of stored values in a sweep: of the next patch, read while one runs; of gradients
         that are added to; and of those of what it made, twice."""
-        overlap, value = overlaps(self.graph, row, self.fine), self.graph.value
+        overlap, value = self.overlaps(at), self.graph.value
         found = 0.0
         for name in self.in_store:
             readers = [i for i in row if name in self.graph.blocks[i].reads]
@@ -336,6 +387,11 @@ class _Memory:
                 largest = max(overlap[i].largest for i in readers)
                 found += value[name].bytes * largest * (1 + value[name].grad)
             if self.found.made.get(name) == at and value[name].grad:
-                own = _overlap(value[name], self.fine, [0.0] * len(self.fine)).largest
-                found += value[name].bytes * own
+                found += value[name].bytes * self._own(at, name)
         return found
+
+    def _own(self, at: int, name: str) -> float:
+        """The part of a value that the largest patch gives to it."""
+        if self.carried:
+            return self.carried[at].largest(name)
+        return _overlap(self.graph.value[name], self.fine, [0.0] * len(self.fine)).largest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 
 from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
-from gems.model.graph import ITEMSIZE, Graph
+from gems.model.graph import ITEMSIZE, Flow, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.patch_layout import joined, unstreamable
+from gems.torch.spatial.rule import OWN
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.trace import Trace
 
@@ -35,8 +37,10 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     reach = streams = len(graph.blocks) if dims > 0 else 0
     tiled: set[int] = set()
     joins: dict[int, int] = {}
+    layouts: list[StageLayout] = []
     for dim in range(dims):
         laid, stop = _two_tiles(traced, model, dim - dims)
+        layouts.append(laid)
         reach = min(reach, reach if stop is None else block_of[stop])
         for at, (call, rule) in enumerate(zip(laid.calls, laid.rules, strict=True)):
             block = block_of[call.name]
@@ -50,6 +54,7 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             if unstreamable(call, rule) is not None:
                 streams = min(streams, block)
             sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
+    flows = _flows(layouts, block_of)
     blocks = tuple(
         replace(
             b,
@@ -62,10 +67,33 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             streams=i < min(streams, reach),
             tiled=i in tiled,
             joins=joins.get(i, 0),
+            flows=tuple(flows[i]),
         )
         for i, b in enumerate(graph.blocks)
     )
     return replace(graph, blocks=blocks)
+
+
+def _flows(layouts: Sequence[StageLayout], block_of: Mapping[str, int]) -> dict[int, list[Flow]]:
+    """How each block's calls on the image read it, of layouts over one dim each."""
+    found: dict[int, list[Flow]] = defaultdict(list)
+    for alike in zip(*(zip(x.calls, x.ops, x.rules, strict=True) for x in layouts), strict=False):
+        (call, op, first), rules = alike[0], [rule for _, _, rule in alike]
+        if first is None or any(rule is None for rule in rules):
+            continue
+        names = [n for n in first.windows if all(n in rule.windows for rule in rules if rule)]
+        reads = []
+        for name in names:
+            windows = [rule.windows[name] for rule in rules if rule]
+            own = any(w == OWN for w in windows)
+            reads.append((name, None if own else tuple(w[0] for w in windows)))
+        writes = tuple(n for n in first.outs if all(n in rule.outs for rule in rules if rule))
+        sizes = []
+        for name in (*names, *writes):
+            lengths = tuple(x.layouts[name].shape[x.layouts[name].dims[0]] for x in layouts)
+            sizes.append((name, lengths, op.values[name].bytes))
+        found[block_of[call.name]].append(Flow(tuple(reads), writes, tuple(sizes)))
+    return found
 
 
 def _blocks(traced: Trace) -> dict[str, int]:
