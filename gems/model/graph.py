@@ -81,8 +81,8 @@ class Block:
     along each spatial dim, both sides together, as a part of the image; with `streams`, the image
     may run in patches, one after the other, to the end of this block, and `tiled` blocks work on
     it. With `joins`, what a block gives needs all of the image: 1 if it is whole, 2 if the block
-    then reads the image again (a norm). `flows` are its calls on the image. Empty and 0 where nobody
-    has looked.
+    then reads the image again (a norm). `flows` are its calls on the image. Empty and 0 where
+    nobody has looked.
     """
 
     name: str

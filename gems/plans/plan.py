@@ -152,7 +152,12 @@ class Plan(PlanFields):
         parts, carry = self.partition_activations, self.stream_halo == "carry"
         return tuple(
             ActivationPolicy(
-                recompute, patches, carry and bool(patches), offload, values if patches else "", parts
+                recompute,
+                patches,
+                carry and bool(patches),
+                offload,
+                values if patches else "",
+                parts,
             )
             for recompute, patches in zip(self.recompute_by_stage, self.streams, strict=True)
         )

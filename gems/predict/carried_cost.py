@@ -18,7 +18,9 @@ from gems.geometry.window import Span, Window
 from gems.model.graph import Flow, Graph
 
 Row = list[Span]  # of each patch along an axis
-FEW = 8  # patches along an axis that are all looked at; of more, those at both ends and a middle one
+FEW = (
+    8  # patches along an axis that are all looked at; of more, those at both ends and a middle one
+)
 
 
 def length(span: Span) -> int:
@@ -58,7 +60,12 @@ class _Axis:
         points = self._points()
         self.have: dict[str, Row] = {n: self._row(points[n], tile[n]) for n in self.made}
         self.reads: list[dict[str, _Read]] = []
+        self.spans: dict[tuple[int, str], Row] = {}  # what each patch reads, for a call and a value
         self._read(points, tile)
+
+    def between(self, flow: int, name: str, source: int, target: int) -> int:
+        """Cells of one patch that another reads."""
+        return _both(self.have[name][source], self.spans[flow, name][target])
 
     def window(self, windows: tuple[Window, ...] | None) -> Window | None:
         return None if windows is None else windows[self.dim]
@@ -104,7 +111,7 @@ class _Axis:
         return list(itertools.pairwise((low, *(min(max(c, low), high) for c in points), high)))
 
     def _read(self, points: Mapping[str, list[int]], tile: Mapping[str, Span]) -> None:
-        for flow in self.flows:
+        for at, flow in enumerate(self.flows):
             row: dict[str, _Read] = {}
             out = self.have[flow.writes[0]] if flow.writes else []
             for name, windows in flow.reads:
@@ -123,6 +130,7 @@ class _Axis:
                 local = (_both(a, b) for a, b in zip(wants, have, strict=True))
                 taken = (sum(_both(a, b) for a in wants) for b in have)
                 row[name] = _Read(tuple(map(length, wants)), tuple(local), tuple(taken))
+                self.spans[at, name] = wants
             self.reads.append(row)
 
 
@@ -211,6 +219,53 @@ class CarriedSweep:
                 wants, taken = (_from(rows, x, place, beyond=False) for x in ("wants", "taken"))
                 after += self._size(name) * (wants - taken - gone)
         return max(before, after)
+
+    def beyond_store(self, place: Sequence[int]) -> float:
+        """The same if strips are in a store: those of a patch, and of the one that follows in
+        backward, which are being read; and gradients of both."""
+        before = self._before(place)
+        mine, given = self._moved(place)
+        found = mine + max(mine, given)
+        if before is None:
+            return found
+        found += sum(self._moved(before))
+        return found - self._between(before, place)
+
+    def _before(self, place: Sequence[int]) -> tuple[int, ...] | None:
+        """The patch before one, row-major."""
+        found = list(place)
+        for axis in reversed(range(len(found))):
+            if found[axis]:
+                found[axis] -= 1
+                return tuple(found)
+            found[axis] = self.parts[axis] - 1
+        return None
+
+    def _moved(self, place: Sequence[int]) -> tuple[float, float]:
+        """Bytes of the strips that a patch takes, and of those that it gives."""
+        taken = given = 0.0
+        for at in range(len(self.flows)):
+            for name in self.axes[0].reads[at]:
+                rows = [axis.reads[at][name] for axis in self.axes]
+                wants, has, gives = (
+                    prod(getattr(row, what)[k] for row, k in zip(rows, place, strict=True))
+                    for what in ("wants", "local", "taken")
+                )
+                taken += self._size(name) * (wants - has)
+                given += self._size(name) * (gives - has)
+        return taken, given
+
+    def _between(self, before: Sequence[int], place: Sequence[int]) -> float:
+        """Bytes of the strips that one patch gives to the next."""
+        found = 0.0
+        for at, flow in enumerate(self.flows):
+            for name, _ in flow.reads:
+                if name in self.axes[0].reads[at]:
+                    cells = 1
+                    for axis, a, b in zip(self.axes, before, place, strict=True):
+                        cells *= axis.between(at, name, a, b)
+                    found += self._size(name) * cells
+        return found
 
 
 def _some(parts: int) -> Sequence[int]:

@@ -49,7 +49,9 @@ def price(
                 carries=policy.carries,
             )  # fmt: skip
             if policy.values:
-                inner += inner_stored(graph, stage, mine, policy.patches, grid.tiles)
+                inner += inner_stored(
+                    graph, stage, mine, policy.patches, grid.tiles, carries=policy.carries
+                )
         items.append(_counted(cost, alone, graph, mine))
     crossing = crossings(graph, stage_of) if stored else {}
     messages = tuple(

@@ -135,12 +135,15 @@ def _sweeps(graph: Graph, blocks: Sequence[int]) -> Sweeps:
 
 
 def inner_stored(
-    graph: Graph, stage: int, blocks: Sequence[int], grid: Sequence[int], tiles: Sequence[int]
-) -> list[StoredBytes]:
-    """What the sweeps of a stage hand each other by way of a store."""
+    graph: Graph, stage: int, blocks: Sequence[int], grid: Sequence[int], tiles: Sequence[int],
+    *, carries: bool,
+) -> list[StoredBytes]:  # fmt: skip
+    """What the sweeps of a stage hand each other by way of a store, and their patches."""
     found = sweeps(graph, blocks)
-    memory = _Memory(graph, blocks, found, grid, tiles or (1,) * len(grid))
-    return [
+    tiles, fine = _grids(grid, tiles)
+    memory = _Memory(graph, blocks, found, fine, tiles, carries=carries)
+    strips = round(memory.strips())
+    return [StoredBytes(stage, (stage,), strips, False)] * bool(strips) + [
         StoredBytes(stage, (stage,), round(memory.bytes(n)), graph.value[n].grad)
         for n in memory.stored
         if n not in memory.given
@@ -209,12 +212,11 @@ def streamed(
     nothing; boxes of that, and with a `link` to a store of what its sweeps hand each other, go over
     the link beside the work.
     """
-    tiles = (1,) * (len(grid) - len(tiles)) + tuple(tiles)
-    grid = (1,) * (len(tiles) - len(grid)) + tuple(grid)
-    fine = tuple(a * b for a, b in zip(tiles, grid, strict=True))
+    tiles, fine = _grids(grid, tiles)
     found, count = sweeps(graph, blocks), prod(grid)
     seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
     memory = _Memory(graph, blocks, found, fine, tiles, stored, carries=carries)
+    memory.strips_stored = link is not None
     rows = [memory.overlaps(at) for at in range(len(found.blocks))]
     for row, overlap in zip(found.blocks, rows, strict=True):
         seconds["f"] += call * count * len(row)
@@ -243,6 +245,13 @@ def streamed(
     )
 
 
+def _grids(grid: Sequence[int], tiles: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tiles, and the patches of all of them, over as many axes."""
+    tiles = (1,) * (len(grid) - len(tiles)) + tuple(tiles)
+    grid = (1,) * (len(tiles) - len(grid)) + tuple(grid)
+    return tiles, tuple(a * b for a, b in zip(tiles, grid, strict=True))
+
+
 class _Memory:
     """Bytes of a streamed stage on a rank."""
 
@@ -264,6 +273,7 @@ class _Memory:
         self.stored = [n for n in found.read if n in found.made and self._image(n)]
         self.in_store = set(in_store)
         self.carried: list[CarriedSweep] = []
+        self.strips_stored = False
         if carries:
             parts = [n // t for n, t in zip(fine, tiles, strict=True)]
             later = {*self.given, *self.compared, *found.read}
@@ -291,7 +301,8 @@ class _Memory:
         """Bytes that patches read and write of stores, forward and backward."""
         written = sum(self.bytes(n) for n in self.in_store if n in self.found.made)
         read = sum(self.bytes(n) * len(self.found.read.get(n, ())) for n in self.in_store)
-        return read + written, 3 * read + written
+        strips = 2 * self.strips()  # there and back
+        return read + written + strips, 3 * read + written + 1.5 * strips
 
     def _image(self, name: str) -> bool:
         i = self.graph.producer[name]
@@ -320,7 +331,11 @@ class _Memory:
     def activations(self) -> float:
         kept = (*self.received, *self.stored, *self.ends)
         whole = sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
-        return whole + sum(sweep.strips for sweep in self.carried)
+        return whole + (0 if self.strips_stored else self.strips())
+
+    def strips(self) -> float:
+        """Of all patches that carry."""
+        return sum(sweep.strips for sweep in self.carried)
 
     def temporary(self) -> float:
         """The most beyond these: a patch, gradients, without what later sweeps needed."""
@@ -340,7 +355,8 @@ class _Memory:
                 for n in self.stored
                 if found.read[n][0] > at and n not in self.in_store
             )
-            freed += sum(sweep.strips for sweep in self.carried[at + 1 :])
+            if not self.strips_stored:
+                freed += sum(sweep.strips for sweep in self.carried[at + 1 :])
             again = [i for i in row if not self._measured(at, i)]
             patch = self._patch(at, again) + self._boxes(at, row) + self._loss(at)
             most = max(most, patch + gradients - freed)
@@ -354,7 +370,7 @@ class _Memory:
         sizes = saved_storages(self.graph, again, self.in_store)
         return max(
             sum(size * sweep.share(name or sweep.image(i), place) for i, name, size in sizes)
-            + sweep.beyond(place)
+            + (sweep.beyond_store(place) if self.strips_stored else sweep.beyond(place))
             for place in sweep.places
         )
 

@@ -97,7 +97,7 @@ class Pass:
             else:
                 x[inside(box, stream.frames[name]).slices()] = part
 
-        strips = self.strips[at] = Strips(self.saves)
+        strips = self.strips[at] = Strips(self.saves, stream.store if swept.carrying else None)
         if at != self.late:
             swept.forward(self._begin, write, made, strips)
         elif swept.carrying:

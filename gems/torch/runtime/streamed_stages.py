@@ -66,9 +66,7 @@ def lay_out_stage(
             "grid with as many axes as the images have, or let fewer stages stream"
         )
     try:
-        return lay_out_patches(
-            record, model, calls, entering, draws, sent, patches, carry=carry
-        )
+        return lay_out_patches(record, model, calls, entering, draws, sent, patches, carry=carry)
     except CallNotTileable as error:
         names = [call.name for call in calls]
         at = names.index(error.call.name)

@@ -206,10 +206,12 @@ class Swept:
         """Write every patch to its place in the outputs, or merge it into `sums`."""
 
         def begin(patch: Patch) -> dict[str, Later]:
+            strips.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
         with self.carrier.carrying(strips, recomputing=False):
             for patch, begun, _ in ahead(self.patches(), begin):
+                strips.arrive(patch.number)
                 given = {name: self._own(name, begun[name]()) for name in self.inputs}
                 for name, part in self.compute(patch, self.program, given).items():
                     if name in self.layout.moments:
@@ -228,12 +230,15 @@ class Swept:
         program, self.context.unread = self.handing
 
         def begin(patch: Patch) -> dict[str, Later]:
+            strips.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in program.inputs}
 
         with self.carrier.carrying(strips, recomputing=False):
-            for patch, begun, following in ahead(self.patches(), begin):
-                if following is not None:
-                    self.compute(patch, program, {n: self._own(n, begun[n]()) for n in begun})
+            all_but_last = (patch for patch, _ in itertools.pairwise(self.patches()))
+            for patch, begun, _ in ahead(all_but_last, begin):
+                strips.arrive(patch.number)
+                self.compute(patch, program, {n: self._own(n, begun[n]()) for n in begun})
+                strips.ran(patch.number)
         self.context.unread = frozenset()
 
     def _own(self, name: str, x: Tensor) -> Tensor:
@@ -250,12 +255,14 @@ class Swept:
         most bytes that one patch had, without those of the `uncounted` storages."""
 
         def begin(patch: Patch) -> dict[str, Later]:
+            strips.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
         most, context, carried = 0, self.context, strips.bytes
         context.known, context.unread = known, self.unread
         with self.carrier.carrying(strips, recomputing=True):
             for patch, begun, following in ahead(self.patches(back=True), begin):
+                strips.arrive(patch.number)
                 context.saved = saved = SavedTiles(uncounted | strips.storages(patch.number))
                 with around(), torch.enable_grad(), SavedTensors(saved).hooks():
                     given = {
