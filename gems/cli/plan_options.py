@@ -117,7 +117,7 @@ PLAN = {
         STREAM_HALOS,
         "recompute",
         "with --stream: what patches read around their own cells is computed again by each "
-        "(recompute, default), or once, and strips are handed on from patch to patch (carry)",
+        "(recompute, default), or once, and halos are handed on from patch to patch (carry)",
     ),
     "--zero": choice(
         ZERO,

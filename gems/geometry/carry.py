@@ -6,7 +6,7 @@ where the last output is whose window ends before the cut of the input:
     input     ├──────── 4 ──────── 8 ────────┤       kernel 3: output 3 reads input 4,
     output    ├────── 3 ──────── 7 ──────────┤       which the next patch makes
 
-A cut moves back with every layer; what a patch then reads of earlier ones is a strip.
+A cut moves back with every layer; what a patch then reads of earlier ones is its halo.
 """
 
 from __future__ import annotations

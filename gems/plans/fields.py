@@ -63,7 +63,7 @@ class PlanFields:
     stream         the grid of patches that each of the first stages runs one after the other, of
                    the image or of each tile, saving only its inputs: written like `spatial`
     stream_halo    what patches read around their own cells: `recompute`, each computes its halos
-                   itself; or `carry`, each cell is computed once, and strips are handed on
+                   itself; or `carry`, each cell is computed once, and halos are handed on
     zero           what the replica group of a stage shards: 1 the optimizer's state, 2 gradients
                    too, once they are reduced, 3 the weights too, unsharded when needed
     offload        state that is moved out while it is not needed: `activations`, `weights`,

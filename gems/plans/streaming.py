@@ -5,8 +5,8 @@ from the box of the input that it reads, and recomputed in backward, so that the
 its inputs and no more than one patch's activations are live. On a stage that is tiled, each rank
 runs the patches of its tile.
 
-Patches read around their own cells. They `recompute` these halos from their boxes; or they `carry`:
-values are cut so that a patch reads earlier ones only, which hand it strips, also to backward.
+Patches read halos around their own cells. They `recompute` these from their boxes; or they `carry`:
+values are cut so that a patch reads earlier ones only, which hand it its halos.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stream_problems(
         yield f"stream_halo {halo!r} is unknown; choose one of {', '.join(STREAM_HALOS)}"
     elif halo != "recompute" and not streams:
         yield (
-            f"stream_halo={halo!r} says how patches get their halos, but no stage of this plan "
+            f"stream_halo={halo!r} is how patches get their halos, but no stage of this plan "
             "streams; give stream a grid, as in '4x4', or remove it"
         )
     if len(streams) > len(grids):

@@ -1,4 +1,4 @@
-"""What patches that carry take: each cell is made once, and strips are handed on and saved.
+"""What patches that carry take: each cell is made once, and halos are handed on and saved.
 
 Along each axis of the grid values are cut as the runtime cuts them (gems/geometry/carry.py); boxes
 are products of these spans, and so are sums over patches: nothing here counts them one by one.
@@ -156,7 +156,7 @@ class CarriedSweep:
             _Axis(flows, first + axis, t, n, wanted)
             for axis, (t, n) in enumerate(zip(tiles, parts, strict=True))
         ]
-        self.strips = sum(self._strips())
+        self.halos = sum(self._halos())
         self.places = list(itertools.product(*map(_some, self.parts)))
 
     # --- patches ----------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ class CarriedSweep:
                 return max(known, key=self.bytes.__getitem__)
         return ""
 
-    # --- strips -----------------------------------------------------------------------------------
+    # --- halos -----------------------------------------------------------------------------------
 
-    def _strips(self) -> list[float]:
-        """Bytes of all strips that each call takes."""
+    def _halos(self) -> list[float]:
+        """Bytes of all halos that each call takes."""
         found = []
         for at in range(len(self.flows)):
             for name in self.axes[0].reads[at]:
@@ -205,8 +205,8 @@ class CarriedSweep:
         return self.bytes[name] / max(prod(axis.lengths[name] for axis in self.axes), 1)
 
     def beyond(self, place: Sequence[int]) -> float:
-        """Bytes of gradients of strips that wait before or after a patch runs backward, without
-        the strips of the patches behind it, which are gone by then."""
+        """Bytes of gradients of halos that wait before or after a patch runs backward, without
+        the halos of the patches behind it, which are gone by then."""
         before = after = 0.0
         for at in range(len(self.flows)):
             for name in self.axes[0].reads[at]:
@@ -221,7 +221,7 @@ class CarriedSweep:
         return max(before, after)
 
     def beyond_store(self, place: Sequence[int]) -> float:
-        """The same if strips are in a store: those of a patch, and of the one that follows in
+        """The same if halos are in a store: those of a patch, and of the one that follows in
         backward, which are being read; and gradients of both."""
         before = self._before(place)
         mine, given = self._moved(place)
@@ -242,7 +242,7 @@ class CarriedSweep:
         return None
 
     def _moved(self, place: Sequence[int]) -> tuple[float, float]:
-        """Bytes of the strips that a patch takes, and of those that it gives."""
+        """Bytes of the halos that a patch takes, and of those that it gives."""
         taken = given = 0.0
         for at in range(len(self.flows)):
             for name in self.axes[0].reads[at]:
@@ -256,7 +256,7 @@ class CarriedSweep:
         return taken, given
 
     def _between(self, before: Sequence[int], place: Sequence[int]) -> float:
-        """Bytes of the strips that one patch gives to the next."""
+        """Bytes of the halos that one patch gives to the next."""
         found = 0.0
         for at, flow in enumerate(self.flows):
             for name, _ in flow.reads:

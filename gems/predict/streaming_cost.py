@@ -7,7 +7,7 @@
 
 R adds up over the layers from the last to the first of a sweep: the first layers do most of the
 work twice. Where all of the image is needed a sweep ends, and what the next ones read is stored.
-Patches that carry do no work twice, and save strips (carried_cost.py).
+Patches that carry do no work twice, and save halos (carried_cost.py).
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def inner_stored(
     found = sweeps(graph, blocks)
     tiles, fine = _grids(grid, tiles)
     memory = _Memory(graph, blocks, found, fine, tiles, carries=carries)
-    strips = round(memory.strips())
-    return [StoredBytes(stage, (stage,), strips, False)] * bool(strips) + [
+    halos = round(memory.halos())
+    return [StoredBytes(stage, (stage,), halos, False)] * bool(halos) + [
         StoredBytes(stage, (stage,), round(memory.bytes(n)), graph.value[n].grad)
         for n in memory.stored
         if n not in memory.given
@@ -216,7 +216,7 @@ def streamed(
     found, count = sweeps(graph, blocks), prod(grid)
     seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
     memory = _Memory(graph, blocks, found, fine, tiles, stored, carries=carries)
-    memory.strips_stored = link is not None
+    memory.halos_stored = link is not None
     rows = [memory.overlaps(at) for at in range(len(found.blocks))]
     for row, overlap in zip(found.blocks, rows, strict=True):
         seconds["f"] += call * count * len(row)
@@ -273,7 +273,7 @@ class _Memory:
         self.stored = [n for n in found.read if n in found.made and self._image(n)]
         self.in_store = set(in_store)
         self.carried: list[CarriedSweep] = []
-        self.strips_stored = False
+        self.halos_stored = False
         if carries:
             parts = [n // t for n, t in zip(fine, tiles, strict=True)]
             later = {*self.given, *self.compared, *found.read}
@@ -301,8 +301,8 @@ class _Memory:
         """Bytes that patches read and write of stores, forward and backward."""
         written = sum(self.bytes(n) for n in self.in_store if n in self.found.made)
         read = sum(self.bytes(n) * len(self.found.read.get(n, ())) for n in self.in_store)
-        strips = 2 * self.strips()  # there and back
-        return read + written + strips, 3 * read + written + 1.5 * strips
+        halos = 2 * self.halos()  # there and back
+        return read + written + halos, 3 * read + written + 1.5 * halos
 
     def _image(self, name: str) -> bool:
         i = self.graph.producer[name]
@@ -331,11 +331,11 @@ class _Memory:
     def activations(self) -> float:
         kept = (*self.received, *self.stored, *self.ends)
         whole = sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
-        return whole + (0 if self.strips_stored else self.strips())
+        return whole + (0 if self.halos_stored else self.halos())
 
-    def strips(self) -> float:
+    def halos(self) -> float:
         """Of all patches that carry."""
-        return sum(sweep.strips for sweep in self.carried)
+        return sum(sweep.halos for sweep in self.carried)
 
     def temporary(self) -> float:
         """The most beyond these: a patch, gradients, without what later sweeps needed."""
@@ -355,8 +355,8 @@ class _Memory:
                 for n in self.stored
                 if found.read[n][0] > at and n not in self.in_store
             )
-            if not self.strips_stored:
-                freed += sum(sweep.strips for sweep in self.carried[at + 1 :])
+            if not self.halos_stored:
+                freed += sum(sweep.halos for sweep in self.carried[at + 1 :])
             again = [i for i in row if not self._measured(at, i)]
             patch = self._patch(at, again) + self._boxes(at, row) + self._loss(at)
             most = max(most, patch + gradients - freed)
@@ -370,7 +370,7 @@ class _Memory:
         sizes = saved_storages(self.graph, again, self.in_store)
         return max(
             sum(size * sweep.share(name or sweep.image(i), place) for i, name, size in sizes)
-            + (sweep.beyond_store(place) if self.strips_stored else sweep.beyond(place))
+            + (sweep.beyond_store(place) if self.halos_stored else sweep.beyond(place))
             for place in sweep.places
         )
 

@@ -18,7 +18,7 @@ from gems.model.graph import ITEMSIZE
 from gems.torch.autograd.saved_tensors import Saved, unpacked
 from gems.torch.autograd.split_backward import receive
 from gems.torch.offload.stored_value import StoredValue
-from gems.torch.runtime.carried_strips import Strips
+from gems.torch.runtime.carried_halos import Halos
 from gems.torch.runtime.stream_code import StreamCode, inside
 from gems.torch.runtime.sweep import Patch, Receive, Swept
 from gems.torch.spatial.halo_exchange import HaloExchange
@@ -45,7 +45,7 @@ class Pass:
         self.sums: dict[str, Any] = {}  # gradients so far
         self.late = stream.late if saves else None  # the sweep that is left to backward
         self.loss: Tensor | None = None  # what it came to
-        self.strips: dict[int, Strips] = {}  # of each sweep, until its patches have run
+        self.halos: dict[int, Halos] = {}  # of each sweep, until its patches have run
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Pass:
         if self.saves:
             tensors = [x for x in map(_tensor, self.saved.values()) if x is not None]
             stream.bytes = sum({storage_of(x): x.nbytes for x in tensors if x.numel()}.values())
-            stream.bytes += sum(strips.bytes for strips in self.strips.values())
+            stream.bytes += sum(halos.bytes for halos in self.halos.values())
         self.values.clear()
         self.given = {n: x for n, x in self.given.items() if n in stream.own and self.saves}
         return {n: x if isinstance(x, StoredValue) else x.detach() for n, x in outputs.items()}
@@ -97,13 +97,13 @@ class Pass:
             else:
                 x[inside(box, stream.frames[name]).slices()] = part
 
-        strips = self.strips[at] = Strips(self.saves, stream.store if swept.carrying else None)
+        halos = self.halos[at] = Halos(self.saves, stream.store if swept.carrying else None)
         if at != self.late:
-            swept.forward(self._begin, write, made, strips)
+            swept.forward(self._begin, write, made, halos)
         elif swept.carrying:
-            swept.hand_on(self._begin, strips)
+            swept.hand_on(self._begin, halos)
         if at == self.late and stream.early is not None:
-            stream.early.forward(self._begin, write, made, Strips(False))
+            stream.early.forward(self._begin, write, made, Halos(False))
         _join(stream, made)
         for name, x in made.items():
             self.values[name] = self._with_halo(name, x)
@@ -168,11 +168,11 @@ class Pass:
         gradients = self._gradients(swept.outputs)
         if swept.measuring is not None:
             self._measure_back(at, swept.measuring, gradients, arrived)
-        strips = self.strips.pop(at, Strips(True))
+        halos = self.halos.pop(at, Halos(True))
         if gradients or at == self.late:
             late = [n for n in swept.outputs if at == self.late]
             sums = {n: stream.empty(n) for n in late}
-            self._run_back(swept, gradients, self._receive, sums, strips)
+            self._run_back(swept, gradients, self._receive, sums, halos)
             if sums:
                 _join(stream, sums)
                 self.loss = _finished(stream, at, sums)
@@ -180,9 +180,9 @@ class Pass:
 
     def _run_back(
         self, swept: Swept, gradients: Gradients, receive: Receive, sums: dict[str, Tensor],
-        strips: Strips,
+        halos: Halos,
     ) -> None:  # fmt: skip
-        stream, carried = self.stream, strips.bytes
+        stream, carried = self.stream, halos.bytes
         for name in swept.inputs:
             if name in self.saved and name not in self.values:
                 x = self.saved[name]
@@ -197,7 +197,7 @@ class Pass:
         sizes = partial(_boxes, stream, self.wants, swept)
         most = swept.backward(
             self._begin, receive, gradient, gradients.keys(), self.known, stream.around,
-            uncounted, sizes, sums, strips,
+            uncounted, sizes, sums, halos,
         )  # fmt: skip
         held = [g for parts in gradients.values() for g, _ in parts]
         held += [*self.sums.values(), *self.arrived.values()]
@@ -226,7 +226,7 @@ class Pass:
             return receive(x, lambda gradient: add(name, gradient, box))
 
         if moments:
-            self._run_back(measuring, moments, receive_box, {}, Strips(True))
+            self._run_back(measuring, moments, receive_box, {}, Halos(True))
         self._forget(at, measuring.inputs)
 
     def _forget(self, at: int, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ Patches of the outputs are disjoint, so every gradient enters once, and backward
 sums over patches are exact. Boxes of the values overlap, and are padded only where the image ends.
 Of what sums up over the image, every patch gives the summand of its cells.
 
-Patches that carry (carried_strips.py) take strips of earlier ones as well; backward then takes them
+Patches that carry (carried_halos.py) take halos of earlier ones as well; backward then takes them
 from the last to the first.
 """
 
@@ -33,7 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from gems.geometry.box import Box
 from gems.torch.autograd.saved_tensors import SavedTensors
-from gems.torch.runtime.carried_strips import Carrier, CarryGroup, Strips
+from gems.torch.runtime.carried_halos import Carrier, CarryGroup, Halos
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.patch_progress import patch_done
 from gems.torch.spatial.carried_layout import carrying, one_tile
@@ -201,17 +201,17 @@ class Swept:
 
     def forward(
         self, read: Read, write: Callable[[str, Box, Tensor], None], sums: dict[str, Tensor],
-        strips: Strips,
+        halos: Halos,
     ) -> None:  # fmt: skip
         """Write every patch to its place in the outputs, or merge it into `sums`."""
 
         def begin(patch: Patch) -> dict[str, Later]:
-            strips.begin(patch.number)
+            halos.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
-        with self.carrier.carrying(strips, recomputing=False):
+        with self.carrier.carrying(halos, recomputing=False):
             for patch, begun, _ in ahead(self.patches(), begin):
-                strips.arrive(patch.number)
+                halos.arrive(patch.number)
                 given = {name: self._own(name, begun[name]()) for name in self.inputs}
                 for name, part in self.compute(patch, self.program, given).items():
                     if name in self.layout.moments:
@@ -220,25 +220,25 @@ class Swept:
                         sums[name] += part
                     elif part.numel():
                         write(name, patch.parts[name][0], part)
-                strips.ran(patch.number)
+                halos.ran(patch.number)
 
-    def hand_on(self, read: Read, strips: Strips) -> None:
-        """Run what makes strips, and nothing behind it; the last patch hands nothing on."""
+    def hand_on(self, read: Read, halos: Halos) -> None:
+        """Run what makes halos, and nothing behind it; the last patch hands nothing on."""
         if self.handing is None:
             calls = _up_to(self.laid.calls, self.carrying)
             self.handing = self._program(calls, ()), unread(calls, self.model, self.carrying)
         program, self.context.unread = self.handing
 
         def begin(patch: Patch) -> dict[str, Later]:
-            strips.begin(patch.number)
+            halos.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in program.inputs}
 
-        with self.carrier.carrying(strips, recomputing=False):
+        with self.carrier.carrying(halos, recomputing=False):
             all_but_last = (patch for patch, _ in itertools.pairwise(self.patches()))
             for patch, begun, _ in ahead(all_but_last, begin):
-                strips.arrive(patch.number)
+                halos.arrive(patch.number)
                 self.compute(patch, program, {n: self._own(n, begun[n]()) for n in begun})
-                strips.ran(patch.number)
+                halos.ran(patch.number)
         self.context.unread = frozenset()
 
     def _own(self, name: str, x: Tensor) -> Tensor:
@@ -248,22 +248,22 @@ class Swept:
     def backward(
         self, read: Read, receive: Receive, gradients: Read, present: Set[str],
         known: Mapping[str, Tensor], around: Callable[[], AbstractContextManager[Any]],
-        uncounted: Set[int], sizes: Sizes, sums: Mapping[str, Tensor], strips: Strips,
+        uncounted: Set[int], sizes: Sizes, sums: Mapping[str, Tensor], halos: Halos,
     ) -> int:  # fmt: skip
         """Recompute every patch, and run backward through it. `present` are the outputs that have
         gradients, of which boxes are read; to `sums` summands are added that forward left out. The
         most bytes that one patch had, without those of the `uncounted` storages."""
 
         def begin(patch: Patch) -> dict[str, Later]:
-            strips.begin(patch.number)
+            halos.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
-        most, context, carried = 0, self.context, strips.bytes
+        most, context, carried = 0, self.context, halos.bytes
         context.known, context.unread = known, self.unread
-        with self.carrier.carrying(strips, recomputing=True):
+        with self.carrier.carrying(halos, recomputing=True):
             for patch, begun, following in ahead(self.patches(back=True), begin):
-                strips.arrive(patch.number)
-                context.saved = saved = SavedTiles(uncounted | strips.storages(patch.number))
+                halos.arrive(patch.number)
+                context.saved = saved = SavedTiles(uncounted | halos.storages(patch.number))
                 with around(), torch.enable_grad(), SavedTensors(saved).hooks():
                     given = {
                         name: self._own(name, receive(name, patch.reads[name], begun.pop(name)()))
@@ -280,12 +280,12 @@ class Swept:
                         box = None if name in self.laid.added else patch.parts[name][0]
                         pairs.append((get_gradient_edge(x), gradients(name, box)()))
                 del results
-                kept = strips.bytes - carried  # those of patches that have run are gone
+                kept = halos.bytes - carried  # those of patches that have run are gone
                 if pairs:
                     torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
-                most = max(most, saved.bytes + sizes(patch, following) + kept + strips.most())
-                strips.done(patch.number)
-        strips.finished()
+                most = max(most, saved.bytes + sizes(patch, following) + kept + halos.most())
+                halos.done(patch.number)
+        halos.finished()
         context.known, context.unread = {}, frozenset()
         return most
 

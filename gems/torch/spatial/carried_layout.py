@@ -1,10 +1,10 @@
-"""A sweep whose patches hand strips on: each cell is computed once, by one patch of a tile.
+"""A sweep whose patches hand halos on: each cell is computed once, by one patch of a tile.
 
     recompute   each patch has what is read of it, so halos are computed again by the neighbours
     carry       a patch has its own cells, cut so that it reads earlier patches only (carry.py)
 
-What enters a sweep is read as boxes, with all that a patch reads of it. Tiles are as in `recompute`:
-the patches at the edge of a tile compute what is read beyond it.
+What enters a sweep is read as boxes, with all that a patch reads of it. Between tiles it is as in
+`recompute`: the patches at the edge of a tile compute what is read beyond it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def one_tile(laid: StageLayout, places: Sequence[range]) -> StageLayout:
 
 
 def carrying(laid: StageLayout) -> set[str]:
-    """The calls whose patches exchange strips."""
+    """The calls whose patches exchange halos."""
     return {call.name for at, call in enumerate(laid.calls) if laid.exchanges_of(at)}
 
 

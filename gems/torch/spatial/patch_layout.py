@@ -146,8 +146,8 @@ def lay_out_patches(
     *,
     carry: bool = False,
 ) -> StreamLayout:
-    """How `calls` run if every patch is computed from what enters each sweep, or if patches `carry`,
-    also from strips of the patches before it.
+    """How `calls` run if every patch is computed from what enters each sweep; if patches `carry`,
+    also from halos of the patches before it.
 
     `entering` are tiles, which are divided into `patches` each; or patches already, as those that
     are `given` are.

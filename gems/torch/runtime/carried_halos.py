@@ -1,7 +1,7 @@
-"""Strips: what patches that run one after the other hand on, and the group that they form.
+"""Halos: what patches that run one after the other hand on, and the group that they form.
 
-    forward     patch 0 ──strip──► patch 1 ──strip──► patch 2      kept for backward
-    backward    patch 0 ◄─gradient─ patch 1 ◄─gradient─ patch 2    each recomputed from its strips
+    forward     patch 0 ──halo──► patch 1 ──halo──► patch 2      kept for backward
+    backward    patch 0 ◄─gradient─ patch 1 ◄─gradient─ patch 2    each recomputed from its halos
 
 A halo exchange between ranks is two messages at a time; between patches of one rank a message waits
 until its patch runs. So layer rules for tiles serve for patches as they are.
@@ -29,17 +29,17 @@ Key = tuple[Tag, int]  # and the patch that left it
 class _Parcel:
     """What one patch left for another, in a store."""
 
-    def __init__(self, store: ValueStore, strips: Mapping[Key, Tensor]) -> None:
+    def __init__(self, store: ValueStore, halos: Mapping[Key, Tensor]) -> None:
         self.places: dict[Key, tuple[int, int, torch.dtype]] = {}
         at = 0
-        for key, x in strips.items():
+        for key, x in halos.items():
             at += -at % x.element_size()
             self.places[key] = at, x.nbytes, x.dtype
             at += x.nbytes
-        device = next(iter(strips.values())).device
+        device = next(iter(halos.values())).device
         buffer = torch.empty(at, dtype=torch.uint8, device=device)
         for key, (start, size, _) in self.places.items():
-            buffer[start : start + size] = strips[key].view(torch.uint8)
+            buffer[start : start + size] = halos[key].view(torch.uint8)
         self.slot, self.size, self.device = store.slot(at), at, device
         self.pending = [PendingWrite(self.slot.write(buffer), buffer)]
         self.reading: tuple[Work, Tensor] | None = None
@@ -132,35 +132,35 @@ class Mailbox:
         self.peak = max(self.peak, self.bytes)
 
 
-class Strips:
+class Halos:
     """Those of one sweep of one micro-batch, and their gradients. What a patch took is `kept` if
     backward follows."""
 
     def __init__(self, kept: bool, store: ValueStore | None = None) -> None:
         self.kept, self.stored, self.recomputing = kept, store is not None, False
-        self.strips, self.gradients = Mailbox(store), Mailbox(store)
+        self.halos, self.gradients = Mailbox(store), Mailbox(store)
 
     @property
     def bytes(self) -> int:
         """On the device."""
-        return self.strips.bytes
+        return self.halos.bytes
 
     def put(self, source: int, target: int, tag: Tag, parts: Sequence[Tensor]) -> None:
         """Leave cells for a later patch, or their gradient for an earlier one."""
         if target < source:
             self.gradients.put(target, (tag, source), _copied(parts))
         elif not self.recomputing:  # or it has them, and has run
-            self.strips.put(target, (tag, source), _copied(parts))
+            self.halos.put(target, (tag, source), _copied(parts))
 
     def take(self, target: int, source: int, tag: Tag) -> Tensor:
-        """What another patch left. Strips stay: a call may be recomputed more than once."""
+        """What another patch left. Halos stay: a call may be recomputed more than once."""
         if source < target:
-            return self.strips.take(target, (tag, source))
+            return self.halos.take(target, (tag, source))
         return self.gradients.pop(target, (tag, source))
 
     def storages(self, patch: int) -> set[int]:
         """The memory of what a patch takes, which is counted here."""
-        return {storage_of(x) for x in self.strips.here.get(patch, {}).values()}
+        return {storage_of(x) for x in self.halos.here.get(patch, {}).values()}
 
     def most(self) -> int:
         """The most bytes of gradients that waited since this was asked for the last time."""
@@ -171,30 +171,30 @@ class Strips:
 
     def begin(self, patch: int) -> None:
         """It runs after the next one."""
-        for box in (self.strips, self.gradients):
+        for box in (self.halos, self.gradients):
             box.begin(patch)
 
     def arrive(self, patch: int) -> None:
         """It runs now."""
-        for box in (self.strips, self.gradients):
+        for box in (self.halos, self.gradients):
             box.arrive(patch)
 
     def ran(self, patch: int) -> None:
         """It has run forward."""
-        self.strips.send_away(patch, patch + 1, keep=self.kept)
+        self.halos.send_away(patch, patch + 1, keep=self.kept)
         if self.stored or not self.kept:
-            self.strips.drop(patch, stored=not self.kept)
+            self.halos.drop(patch, stored=not self.kept)
 
     def done(self, patch: int) -> None:
         """It has run backward."""
         self.gradients.send_away(patch, patch - 1, keep=False)
-        self.strips.drop(patch, stored=True)
-        assert not self.gradients.drop(patch, stored=True), "gradients of strips are left over"
+        self.halos.drop(patch, stored=True)
+        assert not self.gradients.drop(patch, stored=True), "gradients of halos are left over"
 
     def finished(self) -> None:
         """All patches have run for the last time."""
-        for box in (self.strips, self.gradients):
-            assert not any(box.here.values()) and not box.parcels, "strips are left over"
+        for box in (self.halos, self.gradients):
+            assert not any(box.here.values()) and not box.parcels, "halos are left over"
 
 
 def _copied(parts: Sequence[Tensor]) -> Tensor:
@@ -206,19 +206,19 @@ def _copied(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Carrier:
-    """Which patch runs, and the strips of its pass."""
+    """Which patch runs, and the halos of its pass."""
 
     patch: int = 0
-    strips: Strips = field(default_factory=lambda: Strips(False))
+    halos: Halos = field(default_factory=lambda: Halos(False))
 
     @contextmanager
-    def carrying(self, strips: Strips, *, recomputing: bool) -> Iterator[None]:
+    def carrying(self, halos: Halos, *, recomputing: bool) -> Iterator[None]:
         """While the patches of a pass run."""
-        before, self.strips, strips.recomputing = self.strips, strips, recomputing
+        before, self.halos, halos.recomputing = self.halos, halos, recomputing
         try:
             yield
         finally:
-            self.strips = before
+            self.halos = before
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,10 @@ class CarryGroup(SpatialGroup):
         carrier = self.carrier
         moved = carrier.patch - self.me
         for member, tensors in parts.items():
-            carrier.strips.put(carrier.patch, member + moved, self.tag, tensors)
+            carrier.halos.put(carrier.patch, member + moved, self.tag, tensors)
         found = {}
         for member, count in counts.items():
-            found[member] = x = carrier.strips.take(carrier.patch, member + moved, self.tag)
+            found[member] = x = carrier.halos.take(carrier.patch, member + moved, self.tag)
             assert x.numel() == count and x.dtype == like.dtype, f"{self.tag}: not what was sent"
         return found, Done()
 
