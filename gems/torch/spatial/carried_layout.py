@@ -91,8 +91,8 @@ class _Cuts:
                 if old in mine and new and self.points[new] != self.points[old]:
                     raise CallNotTileable(
                         call, op.name,
-                        "changes in place what patches have finished further than what it is "
-                        "combined with; write x = x + y instead of x += y, or use "
+                        f"changes {old} in place, of which patches have made more than of what it "
+                        "is combined with; give the result as a new tensor, or use "
                         "stream_halo='recompute'",
                     )  # fmt: skip
 
