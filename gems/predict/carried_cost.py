@@ -32,6 +32,15 @@ def _both(a: Span, b: Span) -> int:
     return length(shared(a, b) or (0, 0))
 
 
+def _taken(have: Row, wants: Row) -> tuple[int, ...]:
+    """How many cells of each patch all read together: it, and the next ones."""
+    found = []
+    for at, mine in enumerate(have):
+        readers = itertools.takewhile(lambda s, mine=mine: s[0] < mine[1], wants[at:])
+        found.append(sum(_both(want, mine) for want in readers) if length(mine) else 0)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class _Read:
     """Cells that a call reads of a value along an axis, patch by patch: all of them, those that the
@@ -128,8 +137,7 @@ class _Axis:
                     continue
                 have = self.have[name]
                 local = (_both(a, b) for a, b in zip(wants, have, strict=True))
-                taken = (sum(_both(a, b) for a in wants) for b in have)
-                row[name] = _Read(tuple(map(length, wants)), tuple(local), tuple(taken))
+                row[name] = _Read(tuple(map(length, wants)), tuple(local), _taken(have, wants))
                 self.spans[at, name] = wants
             self.reads.append(row)
 
