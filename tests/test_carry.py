@@ -22,7 +22,7 @@ from gems.cli.main import main
 from gems.errors import PlanError
 from gems.files import from_json, to_json
 from gems.geometry.carry import carried, causal, latest, patches_of, points_of, ready
-from gems.geometry.window import Grow, Same, Shrink, Slide, Spread, Taps, Window
+from gems.geometry.window import Grow, Same, Shrink, Slide, Spread, Taps, Window, line
 from gems.plans.plan import Plan
 from gems.torch.runtime.carried_halos import Halos
 from gems.torch.spatial.partition import CallNotTileable
@@ -101,6 +101,23 @@ def test_an_output_is_ready_when_all_that_it_reads_is_there(number: int) -> None
                     break
                 expected += 1
             assert ready(window, c, n, outputs) == expected, (window, c, n, outputs)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_a_line_reads_what_its_window_reads_or_a_little_more(number: int) -> None:
+    """Four numbers of a graph, for the planner; resizing has no exact line."""
+    r = Random(f"line {number}")
+    for _ in range(25):
+        window, n, outputs = a_window(r)
+        if isinstance(window, Bent) or not outputs:
+            continue
+        found, exact = line(window, n, outputs), not isinstance(window, Taps)
+        for a in range(outputs):
+            for b in range(a + 1, outputs + 1):
+                (low, high), (x, y) = found.reads(a, b), window.reads(a, b)
+                assert low <= x and y <= high
+                assert not exact or (low, high) == (x, y), (window, found)
+                assert x - low <= 2 + n / outputs and high - y <= 2 + n / outputs
 
 
 def test_who_reads_the_only_cell_waits_for_it() -> None:

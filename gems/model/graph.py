@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from gems.geometry.window import Window
+from gems.geometry.window import Line
 
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
@@ -48,7 +48,7 @@ class Flow:
     images that it reads and `writes`.
     """
 
-    reads: tuple[tuple[str, tuple[Window, ...] | None], ...]
+    reads: tuple[tuple[str, tuple[Line, ...] | None], ...]
     writes: tuple[str, ...]
     sizes: tuple[tuple[str, tuple[int, ...], int], ...]
 

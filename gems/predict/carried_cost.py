@@ -14,7 +14,7 @@ from math import prod
 from gems.geometry.box import split_points
 from gems.geometry.carry import ready, shared
 from gems.geometry.layout import clip, hull
-from gems.geometry.window import Span, Window
+from gems.geometry.window import Line, Span
 from gems.model.graph import Flow, Graph
 
 Row = list[Span]  # of each patch along an axis
@@ -76,7 +76,7 @@ class _Axis:
         """Cells of one patch that another reads."""
         return _both(self.have[name][source], self.spans[flow, name][target])
 
-    def window(self, windows: tuple[Window, ...] | None) -> Window | None:
+    def window(self, windows: tuple[Line, ...] | None) -> Line | None:
         return None if windows is None else windows[self.dim]
 
     def _tile(self, wanted: Collection[str]) -> dict[str, Span]:

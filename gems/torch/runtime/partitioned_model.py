@@ -174,10 +174,10 @@ class PartitionedModel:
         """A streamed stage: each patch of each tile from its boxes of what enters."""
         calls, sent = self.calls(stage), self.sent(stage)
         patches, entering = self._entering_patches(stage, patches)
+        record, carry = self.trace.record, self.plan.activations[stage].carries
         return lay_out_stage(
-            stage, self.trace.record, self.model, calls, entering, self.draws, sent, patches,
-            carry=self.plan.activations[stage].carries,
-        )  # fmt: skip
+            stage, record, self.model, calls, entering, self.draws, sent, patches, carry=carry
+        )
 
     def lay_out_loss(
         self, record: Record, model: nn.Module, calls: Sequence[Call], value: str,
@@ -185,12 +185,12 @@ class PartitionedModel:
     ) -> StreamLayout:  # fmt: skip
         """The last stage with the calls of a loss, which gives `value`, behind its own."""
         stage = self.plan.depth - 1
-        patches, entering = self._entering_patches(stage, self.plan.activations[stage].patches)
-        calls = [*self.calls(stage), *calls]
+        policy, calls = self.plan.activations[stage], [*self.calls(stage), *calls]
+        patches, entering = self._entering_patches(stage, policy.patches)
+        carry, sent = policy.carries, [value]
         return lay_out_patches(
-            record, model, calls, entering, draws, [value], patches, targets,
-            carry=self.plan.activations[stage].carries,
-        )  # fmt: skip
+            record, model, calls, entering, draws, sent, patches, targets, carry=carry
+        )
 
     def _entering_patches(
         self, stage: int, patches: tuple[int, ...]
@@ -216,7 +216,7 @@ class PartitionedModel:
                 make(self.plan.fused_layers) if self.plan.fused_layers else self._best(stage, make)
             )
         except CallNotTileable as error:
-            raise PlanError(self._not_tileable(stage, grid, error)) from error
+            raise PlanError(_not_tileable(calls, stage, grid, error)) from error
 
     def _best(self, stage: int, make: Any) -> StageLayout:
         """Layers share a halo exchange while its messages would cost more than computing twice."""
@@ -274,20 +274,6 @@ class PartitionedModel:
         if producer is None:
             return None
         return next(s for s, blocks in enumerate(self.blocks) if producer in blocks)
-
-    def _not_tileable(self, stage: int, grid: Grid, error: CallNotTileable) -> str:
-        names = [call.name for call in self.calls(stage)]
-        at = names.index(error.call.name)
-        before = (
-            f"the last that can be cut is {names[at - 1]}: let stage {stage} end there and leave "
-            f"{error.call.name} to a stage that is not cut"
-            if at
-            else f"let the spatial stages end before stage {stage}"
-        )
-        return (
-            f"stage {stage} is cut {grid}, but {error}; an exact cut of it does not exist or is "
-            f"not known. Cut fewer layers: {before}"
-        )
 
     def bind(
         self, stage: int, ranks: tuple[int, ...], rank: int, transport: Transport
@@ -354,6 +340,21 @@ class PartitionedModel:
                 name for name, ranks in reached.items() if value[name].grad and ranks < {*group}
             ]
         return self.unseen[stage, i]
+
+
+def _not_tileable(calls: Sequence[Call], stage: int, grid: Grid, error: CallNotTileable) -> str:
+    names = [call.name for call in calls]
+    at = names.index(error.call.name)
+    before = (
+        f"the last that can be cut is {names[at - 1]}: let stage {stage} end there and leave "
+        f"{error.call.name} to a stage that is not cut"
+        if at
+        else f"let the spatial stages end before stage {stage}"
+    )
+    return (
+        f"stage {stage} is cut {grid}, but {error}; an exact cut of it does not exist or is "
+        f"not known. Cut fewer layers: {before}"
+    )
 
 
 def _log_gathered(stage: int, grid: Grid, laid: StageLayout) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
+from gems.geometry.window import line
 from gems.model.graph import ITEMSIZE, Flow, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.patch_layout import joined, unstreamable
@@ -82,17 +83,21 @@ def _flows(layouts: Sequence[StageLayout], block_of: Mapping[str, int]) -> dict[
         if first is None or any(rule is None for rule in rules):
             continue
         names = [n for n in first.windows if all(n in rule.windows for rule in rules if rule)]
+        writes = tuple(n for n in first.outs if all(n in rule.outs for rule in rules if rule))
+        lengths = {
+            name: tuple(x.layouts[name].shape[x.layouts[name].dims[0]] for x in layouts)
+            for name in (*names, *writes)
+        }
         reads = []
         for name in names:
             windows = [rule.windows[name] for rule in rules if rule]
-            own = any(w == OWN for w in windows)
-            reads.append((name, None if own else tuple(w[0] for w in windows)))
-        writes = tuple(n for n in first.outs if all(n in rule.outs for rule in rules if rule))
-        sizes = []
-        for name in (*names, *writes):
-            lengths = tuple(x.layouts[name].shape[x.layouts[name].dims[0]] for x in layouts)
-            sizes.append((name, lengths, op.values[name].bytes))
-        found[block_of[call.name]].append(Flow(tuple(reads), writes, tuple(sizes)))
+            if any(w == OWN for w in windows) or not writes:
+                reads.append((name, None))
+                continue
+            pairs = zip(windows, lengths[name], lengths[writes[0]], strict=True)
+            reads.append((name, tuple(line(w, n, m) for (w,), n, m in pairs)))
+        sizes = tuple((name, n, op.values[name].bytes) for name, n in lengths.items())
+        found[block_of[call.name]].append(Flow(tuple(reads), writes, sizes))
     return found
 
 
