@@ -21,7 +21,16 @@ from torch import nn
 from gems.cli.main import main
 from gems.errors import PlanError
 from gems.files import from_json, to_json
-from gems.geometry.carry import carried, causal, latest, patches_of, points_of, ready
+from gems.geometry.carry import (
+    behind,
+    carried,
+    causal,
+    latest,
+    moved_on,
+    patches_of,
+    points_of,
+    ready,
+)
 from gems.geometry.window import Grow, Same, Shrink, Slide, Spread, Taps, Window, line
 from gems.plans.plan import Plan
 from gems.torch.runtime.carried_halos import Halos
@@ -168,6 +177,23 @@ def test_cuts_of_tiles_stay_inside_of_them() -> None:
         (6, 6),
         (6, 12),
     )
+
+
+def test_the_first_cut_is_moved_on_by_half_of_what_the_last_lies_behind() -> None:
+    assert behind([([6, 12], [6, 12], 24), ([3, 6], [1, 3], 12)]) == 0.25
+    assert moved_on([6, 12], 0.25, 24, 24) == (9, 15)
+    assert moved_on([6, 12], 0.25, 24, 12) == (8, 14), "in steps of the smallest value"
+    assert moved_on([3, 11], 1.0, 12, 12) == (9, 12)
+
+
+def test_no_patch_is_much_larger_than_the_others() -> None:
+    """At both ends of a network: of 64 rows in four patches, sixteen are eaten on the way."""
+    layers = [nn.Conv2d(2, 2, 5, padding=2) for _ in range(9)]
+    stream = Plain(nn.Sequential(*layers), torch.randn(1, 2, 64, 4)).stream((4, 1), carry=True)
+    values = [x.own[0] for n, x in stream.swept[0].laid.layouts.items() if n != "input"]
+    rows = [[b - a for a, b in spans] for spans in values]
+    first, last = rows[1], rows[-1]
+    assert (max(first), max(last)) == (24, 24) and min(first) == min(last) == 8
 
 
 # --- networks, trained ----------------------------------------------------------------------------
@@ -352,7 +378,7 @@ def test_a_forward_that_only_makes_halos_stops_at_the_last(
     plan = Plan(stream="4x1", stream_halo="carry")
     found = cells_of(layers(4), plan, F.cross_entropy, cells)
     # Three of five convolutions, but for the last of four patches, are computed forward as well.
-    assert found == 5 * image + 20 * (18 + 17 + 16)
+    assert found == 5 * image + 20 * (19 + 18 + 17)
 
 
 def test_what_is_carried_is_counted_and_predicted() -> None:

@@ -6,7 +6,8 @@ where the last output is whose window ends before the cut of the input:
     input     ├──────── 4 ──────── 8 ────────┤       kernel 3: output 3 reads input 4,
     output    ├────── 3 ──────── 7 ──────────┤       which the next patch makes
 
-A cut moves back with every layer; what a patch then reads of earlier ones is its halo.
+A cut moves back with every layer; what a patch then reads of earlier ones is its halo. So the last
+patch would be the largest by far: the first cut, which is free, is moved on by half of that way.
 """
 
 from __future__ import annotations
@@ -61,6 +62,23 @@ def latest(several: Iterable[Points]) -> Points:
             for row, beside in zip(first, other, strict=True)
         )
     return first
+
+
+def behind(cuts: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> float:
+    """How far the last cut lies behind an even one, as a part of the image: of the even cuts, those
+    that there are, and the length, of every value along an axis."""
+    late = (
+        (a - b) / max(n, 1) for even, points, n in cuts for a, b in zip(even, points, strict=True)
+    )
+    return max(late, default=0.0)
+
+
+def moved_on(points: Iterable[int], late: float, length: int, least: int) -> tuple[int, ...]:
+    """A cut half of that way before an even one. Values of fewer cells, `least` of them, are cut at
+    as many whole cells further on, so that patches stay alike."""
+    step = max(length // max(least, 1), 1)
+    by = int(late / 2 * length) // step * step
+    return tuple(min(c + by, length) for c in points)
 
 
 def patches_of(points: Points, tiles: Spans) -> Spans:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gems.geometry.box import split_points
-from gems.geometry.carry import ready, shared
+from gems.geometry.carry import behind, moved_on, ready, shared
 from gems.geometry.layout import clip, hull
 from gems.geometry.window import Line, Span
 from gems.model.graph import Flow, Graph
@@ -66,7 +66,12 @@ class _Axis:
             self.own[name] = points[at], points[at + 1]
         self.made = {name for flow in flows for name in flow.writes}
         tile = self._tile(wanted)
+        self.late = 0.0
         points = self._points()
+        cuts = ((self._even(n), row, self.lengths[n]) for n, row in points.items())
+        self.late = behind(cuts)
+        if self.late:
+            points = self._points()
         self.have: dict[str, Row] = {n: self._row(points[n], tile[n]) for n in self.made}
         self.reads: list[dict[str, _Read]] = []
         self.spans: dict[tuple[int, str], Row] = {}  # what each patch reads, for a call and a value
@@ -101,7 +106,7 @@ class _Axis:
         for flow in self.flows:
             mine = [(n, self.window(w)) for n, w in flow.reads if n in found]
             for name in flow.writes:
-                rows = [self._even(name)]
+                rows = [self._free(name)]
                 if mine:
                     rows = [
                         [ready(w, c, self.lengths[n], self.lengths[name]) for c in found[n]]
@@ -110,6 +115,10 @@ class _Axis:
                     ]
                 found[name] = [min(row) for row in zip(*rows, strict=True)]
         return found
+
+    def _free(self, name: str) -> Sequence[int]:
+        least = min(self.lengths[n] for n in self.made)
+        return moved_on(self._even(name), self.late, self.lengths[name], least)
 
     def _even(self, name: str) -> list[int]:
         low, high = self.own[name]

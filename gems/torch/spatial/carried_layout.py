@@ -14,10 +14,12 @@ from dataclasses import replace
 
 from gems.geometry.carry import (
     Points,
+    behind,
     carried,
     causal,
     inside,
     latest,
+    moved_on,
     patches_of,
     points_of,
     shared,
@@ -77,11 +79,20 @@ class _Cuts:
     cells cut what they read: all at the same places, so that the later ones wait."""
 
     def __init__(self, laid: StageLayout, parts: Sequence[int], made: Collection[str]) -> None:
-        self.layouts, self.parts = laid.layouts, parts
+        self.laid, self.parts, self.made = laid, parts, made
+        self.layouts = laid.layouts
+        self.late: list[float] = [0.0] * len(parts)  # along each axis
+        self._cut()
+        self.late = [self._behind(axis) for axis in range(len(parts))]
+        if any(self.late):
+            self._cut()
+
+    def _cut(self) -> None:
+        laid = self.laid
         self.points: dict[str, Points] = {}
         self.joined: list[dict[str, Points]] = []
         for call, op, rule in zip(laid.calls, laid.ops, laid.rules, strict=True):
-            mine = {n: w for n, w in rule.windows.items() if n in made} if rule else {}
+            mine = {n: w for n, w in rule.windows.items() if n in self.made} if rule else {}
             own = {n: w for n, w in rule.windows.items() if w == OWN} if rule else {}
             self.joined.append(self._alike(own, mine))
             for name in rule.outs if rule else ():
@@ -97,11 +108,10 @@ class _Cuts:
                     )  # fmt: skip
 
     def _out(self, rule: Rule, name: str, mine: Mapping[str, object]) -> Points:
-        """Of a result: as late as the latest input. What is made of boxes only is cut evenly."""
+        """Of a result: as late as the latest input. What is made of boxes only is free."""
         if not mine:
-            return self._even(name)
-        layout = self.layouts[name]
-        outputs = [layout.shape[d] for d in layout.dims]
+            return self._free(name)
+        outputs = self._lengths(name)
         return latest(
             carried(self.points[n], rule.windows[n], self._lengths(n), outputs) for n in mine
         )
@@ -113,6 +123,26 @@ class _Cuts:
 
     def _even(self, name: str) -> Points:
         return points_of(self.layouts[name].own, self.parts)
+
+    def _free(self, name: str) -> Points:
+        lengths = self._lengths(name)
+        return tuple(
+            tuple(moved_on(tile, late, n, self._least(axis)) for tile in row)
+            for axis, (row, late, n) in enumerate(
+                zip(self._even(name), self.late, lengths, strict=True)
+            )
+        )
+
+    def _behind(self, axis: int) -> float:
+        return behind(
+            (even, points, self._lengths(name)[axis])
+            for name, found in self.points.items()
+            for even, points in zip(self._even(name)[axis], found[axis], strict=True)
+        )
+
+    def _least(self, axis: int) -> int:
+        """The fewest cells of a value along an axis."""
+        return min(self._lengths(n)[axis] for n in self.made if n in self.layouts)
 
     def _lengths(self, name: str) -> list[int]:
         layout = self.layouts[name]
