@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import gems
 from gems.cli.main import main
 from gems.errors import PlanError
 from gems.files import from_json, to_json
@@ -32,11 +33,14 @@ from gems.geometry.carry import (
     ready,
 )
 from gems.geometry.window import Grow, Same, Shrink, Slide, Spread, Taps, Window, line
+from gems.planner.candidates import streaming
 from gems.plans.plan import Plan
 from gems.torch.runtime.carried_halos import Halos
+from gems.torch.spatial.halo_costs import with_halos
 from gems.torch.spatial.partition import CallNotTileable
 from gems.torch.spatial.rules.elementwise import Broadcast
 from gems.torch.spatial.rules.padding import Bent
+from gems.torch.tracing.trace import trace
 from tests.exact import assert_equal, join, plainly, planned
 from tests.networks import build
 from tests.spatial import Plain
@@ -192,7 +196,7 @@ def test_no_patch_is_much_larger_than_the_others() -> None:
     stream = Plain(nn.Sequential(*layers), torch.randn(1, 2, 64, 4)).stream((4, 1), carry=True)
     values = [x.own[0] for n, x in stream.swept[0].laid.layouts.items() if n != "input"]
     rows = [[b - a for a, b in spans] for spans in values]
-    first, last = rows[1], rows[-1]
+    first, last = rows[0], rows[-1]
     assert (max(first), max(last)) == (24, 24) and min(first) == min(last) == 8
 
 
@@ -427,6 +431,36 @@ def test_patches_that_are_alike_share_one_program() -> None:
     (swept,) = (s for s in stream.swept if s.known)
     programs = {id(run) for runs in swept.known.values() for run in runs.values()}
     assert 0 < len(programs) <= 25 * len(swept.laid.calls)
+
+
+# --- the planner ----------------------------------------------------------------------------------
+
+
+def test_the_planner_carries_halos_where_they_fit_and_reports_it() -> None:
+    model = build("unet", norm="none", width=4, levels=3)
+    sample = torch.empty(1, 3, 256, 256, device="meta")
+    options: dict[str, Any] = {"ranks": 1, "micro_batches": 1, "state": 0.0}
+    plan = gems.plan(model, sample, memory="8MiB", **options)
+    assert plan.stream_halo == "carry" and "with halos carried" in plan.why
+    # The least bytes, where the halos of so many patches do not fit the store.
+    plan = gems.plan(model, sample, memory="1GiB", objective="memory", store="1MiB", **options)
+    assert plan.stream and plan.stream_halo == "recompute" and "halos carried" in plan.why
+
+
+def test_carrying_is_not_considered_where_little_is_computed_twice() -> None:
+    """Norms in training mode end a sweep after each convolution."""
+    model, sample = residual(frozen=False).float(), torch.empty(1, 3, 256, 256, device="meta")
+    graph = with_halos(trace(model, sample), model)
+    found = {
+        c.plan.stream_halo for c in streaming(graph, 1, 1, "disk") if c.plan.stream[0] == (2, 2)
+    }
+    assert found == {"recompute"}
+    frozen = residual().float()
+    graph = with_halos(trace(frozen, sample), frozen)
+    found = {
+        c.plan.stream_halo for c in streaming(graph, 1, 1, "disk") if c.plan.stream[0] == (8, 8)
+    }
+    assert found == {"recompute", "carry"}
 
 
 # --- what is rejected -----------------------------------------------------------------------------
