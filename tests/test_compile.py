@@ -79,7 +79,10 @@ Contents = tuple[Plan, tuple[int, ...], Costs, str]
 
 
 def contents(found: CompiledPlan | Setup) -> Contents:
-    return found.plan, tuple(found.stage_of), found.costs, str(found.schedule)
+    plan = found.plan
+    if plan.grad_sync != "end":  # a trainer chooses by its cores
+        plan = replace(plan, grad_sync="auto")
+    return plan, tuple(found.stage_of), found.costs, str(found.schedule)
 
 
 @cache

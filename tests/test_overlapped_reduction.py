@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from gems.distributed.cores import have_spare_cores
 from gems.errors import GemsError, PeerError
 from gems.plans.plan import Plan
+from gems.torch import distributed_model
 from gems.torch.runtime.step_state import StepState
 from gems.torch.state import grad_bucket
-from gems.torch.state.grad_bucket import GradBucket
+from gems.torch.state.grad_bucket import BucketMemory, GradBucket
 from gems.torch.trainer import Trainer
 from gems.transport.protocol import Transport
 from gems.transport.threads import run
@@ -32,8 +34,13 @@ SMALL = 256  # bytes: several chunks of a small network
 
 @pytest.fixture(autouse=True)
 def small() -> Iterator[None]:
-    with mock.patch.object(grad_bucket, "LEAST", SMALL):
+    """Small chunks, and cores to reduce them on, however few this machine has."""
+    with mock.patch.object(grad_bucket, "LEAST", SMALL), spare(True):
         yield
+
+
+def spare(there: bool) -> Any:
+    return mock.patch.object(distributed_model, "have_spare_cores", lambda *_: there)
 
 
 class Network(nn.Module):
@@ -120,6 +127,58 @@ def test_gradients_are_those_of_the_plain_loop(plan: Plan, kind: type[nn.Module]
         pytest.skip("a checkpoint region over a layer of another stage")
     model = network(kind)
     assert_equal(planned(model, data(), plan), plainly(model, data(), plan.total))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_without_a_spare_core_nothing_begins_inside(plan: Plan) -> None:
+    model = network()
+    with spare(False), counted() as found:
+        assert_equal(planned(model, data(), plan), plainly(model, data(), plan.total))
+    assert found and not any(begun for begun, _ in found)
+
+
+def test_auto_is_chosen_by_the_cores() -> None:
+    def chosen(plan: Plan) -> list[str]:
+        def built(transport: Transport) -> str:
+            return Trainer(
+                network(), cross_entropy, sgd, data(1)[0][0], plan, transport=transport
+            ).plan.grad_sync
+
+        return run(2, built)
+
+    assert chosen(Plan(stages=1, data=2)) == ["overlap"] * 2
+    with spare(False):
+        assert chosen(Plan(stages=1, data=2)) == ["stage"] * 2
+        assert chosen(Plan(stages=1, data=2, grad_sync="overlap")) == ["overlap"] * 2
+
+
+HOSTS = {
+    "all cores compute": ([("a", [0, 1], 1), ("a", [0, 1], 1)], False),
+    "one is left": ([("a", [0, 1, 2], 1), ("a", [0, 1, 2], 1)], True),
+    "two threads each": ([("a", [0, 1, 2], 2), ("a", [0, 1, 2], 2)], False),
+    "bound apart": ([("a", [0, 1], 1), ("a", [2, 3], 1)], True),
+    "one is bound to one": ([("a", [0, 1], 1), ("a", [2], 1)], False),
+    "two hosts": ([("a", [0, 1], 1), ("b", [0, 1], 1)], True),
+}
+
+
+@pytest.mark.parametrize(("ranks", "spare"), HOSTS.values(), ids=HOSTS)
+def test_a_core_is_spare_if_no_rank_computes_on_it(ranks: list[Any], spare: bool) -> None:
+    transport = mock.Mock(all_gather_object=lambda _: ranks)
+    assert have_spare_cores(transport, 1) is spare
+
+
+def test_memory_is_used_again_unless_somebody_has_a_gradient_there() -> None:
+    memory = BucketMemory()
+    kind = torch.float64, torch.device("cpu")
+    first = memory.zeros(0, kind, 8)
+    held, at = first[2:4].data.fill_(1), first.data_ptr()
+    del first
+    second = memory.zeros(0, kind, 8)
+    assert second.data_ptr() != at and held.tolist() == [1, 1] and not second.any()
+    at = second.fill_(1).data_ptr()
+    del second
+    assert memory.zeros(0, kind, 8).data_ptr() == at and not memory.zeros(0, kind, 8).any()
 
 
 @pytest.mark.parametrize("samples", [1, 3, 5])

@@ -1,7 +1,8 @@
 """Every rank a copy of the network with its share of the micro-batches: no pipeline at all.
 
 `apart` sums nothing and sends nothing: what these cores can do at best, whoever schedules them.
-`ddp` is torch's DistributedDataParallel, which sums gradients with the last micro-batch.
+`ddp` is torch's DistributedDataParallel, which sums gradients with the last micro-batch; each rank
+knows the loss of its own share. In `ddp, loss` all know the batch's, as in all ways of ours.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.pipeline.network import BATCH, batch, loss, network
 from benchmarks.pipeline.peer import CHECK_PIXELS, KEYS
 from benchmarks.pipeline.ranks import Ranks
 
-COPIES = ("apart", "ddp")
+COPIES = ("apart", "ddp", "ddp, loss")
 
 
 def measure(name: str, ranks: Ranks, micro_batches: int, repeats: int) -> dict[str, Any]:
@@ -65,14 +66,23 @@ def ddp_step(model: nn.Module, images: Tensor, labels: Tensor, micro_batches: in
     return total.item()
 
 
+def ddp_step_with_loss(
+    model: nn.Module, images: Tensor, labels: Tensor, micro_batches: int
+) -> float:
+    mine = torch.tensor(ddp_step(model, images, labels, micro_batches), dtype=torch.float64)
+    dist.all_reduce(mine)
+    return mine.item() / dist.get_world_size()
+
+
 STEPS: dict[str, Callable[[nn.Module, Tensor, Tensor, int], float]] = {
     "apart": plain.step,
     "ddp": ddp_step,
+    "ddp, loss": ddp_step_with_loss,
 }
 
 
 def _copy(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return DistributedDataParallel(network(dtype)) if name == "ddp" else network(dtype)
+    return network(dtype) if name == "apart" else DistributedDataParallel(network(dtype))
 
 
 @cache
@@ -110,13 +120,10 @@ def errors(micro_batches: int) -> dict[str, float]:
     want, gradients = plain.reference(micro_batches, CHECK_PIXELS)
     model = _copy("ddp", torch.float64)
     images, labels = share(*batch(BATCH, CHECK_PIXELS, torch.float64))
-    mine = torch.zeros((), dtype=torch.float64)
-    mine += ddp_step(model, images, labels, micro_batches // dist.get_world_size())
-    dist.all_reduce(mine)
+    mean = ddp_step_with_loss(model, images, labels, micro_batches // dist.get_world_size())
     off = []
     for name, p in model.named_parameters():
         of = gradients[name.removeprefix("module.")]
         assert p.grad is not None, name
         off.append(((p.grad - of).abs().max() / of.abs().max()).item())
-    mean = mine.item() / dist.get_world_size()
     return {"loss": abs(mean - want) / abs(want), "gradient": max(off)}

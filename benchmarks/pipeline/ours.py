@@ -138,6 +138,7 @@ def timed(
 
 def peak_bytes(name: str, micro_batches: int, cut: Balance) -> int:
     trainer = _warm(name, micro_batches, cut)
+    trainer.session.weights.release_memory()  # what it has from the step before counts, too
     with LiveBytes() as live:
         trainer.step(*batch())
     return live.peak

@@ -171,7 +171,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         local_dp=given.local_dp,
         halo=given.halo,
         fused_layers=given.fused_layers,
-        grad_sync="overlap" if given.enable_master_comm_opt else "end",
+        grad_sync="auto" if given.enable_master_comm_opt else "end",
         recompute=parse_recompute(given.recompute),
         stream=tuple(filter(None, given.stream.split(","))),
         stream_halo=given.stream_halo,

@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 Update = Callable[[int], tuple[int, Work]]
 
 
+def nothing() -> None:
+    pass
+
+
 class Engine:
     """One rank of a schedule. It knows the order and the messages, and nothing about tensors.
 
@@ -54,15 +58,17 @@ class Engine:
         self.end = start_of_update(self.actions, plan)
         self.last = last_backwards(self.actions, plan)
 
-    def step(self, number: int = 0) -> Measured:
-        """Run all actions once but the update at the end, if there is one: before that, ranks must
-        know that all gradients are good."""
+    def step(self, number: int = 0, before_end: Callable[[], None] = nothing) -> Measured:
+        """Run all actions but the update: before that, ranks must know that gradients are good.
+        `before_end` is called when all have begun, and may begin a collective of all ranks."""
         self.clear()
+        self.before_end = before_end
         self.adapter.start_clock()
         return self.run(self.actions[: self.end], self.receipts, number)
 
     def finish(self, number: int = 0) -> Measured:
         """Run the update. What was measured is that of the whole step."""
+        self.before_end = nothing
         stamps, meter = self.stamps, self.meter
         self.run(self.actions[self.end :], {}, number)
         self.stamps = [*stamps, *self.stamps]
@@ -78,6 +84,7 @@ class Engine:
         self.in_flight = InFlight(self.plan)
         self.handles: dict[Action, list[Work]] = defaultdict(list)
         self.rest: dict[Action, list[Begin]] = {}  # of an all-reduce, not yet begun
+        self.before_end: Callable[[], None] = nothing
 
     def run(
         self, actions: Sequence[Action], receipts: Receipts, number: int = 0, *, ends: bool = True
@@ -122,6 +129,7 @@ class Engine:
 
     def _finish(self) -> None:
         self.at = "the end"
+        self.before_end()
         rest = self.in_flight.end()
         stores = [begun for begun in rest if begun.kind is Kind.STORE]
         for begun in stores:

@@ -47,6 +47,8 @@ def compile_plan(
     partitions within it. `memo` has what other plans of the same request share with this one.
     """
     memo = memo or Memo(graph, costs, machine, request)
+    if plan.grad_sync == "auto" and not (machine.device.is_host or plan.asynchronous):
+        plan = replace(plan, grad_sync="overlap")
 
     def within(limit: float | None) -> CompiledPlan:
         found, stage_of = memo.write_out(plan, limit)

@@ -22,7 +22,7 @@ SPLIT = ("zero-bubble", "gems-zb", "auto")
 PLACEMENTS = ("straight", "fold", "levels")
 FOLDED = ("fold", "levels")
 BALANCES = ("time", "memory", "layers")
-GRAD_SYNC = ("overlap", "end")
+GRAD_SYNC = ("auto", "overlap", "stage", "end")
 OPTIMIZER_STEP = ("end", "eager")
 ZERO = (0, 1, 2, 3)
 MOST_ACTIONS = 2**20  # forwards of a step on all ranks, each of which is an object or several
@@ -56,8 +56,9 @@ class PlanFields:
                    nor streamed
     halo           `d1`: edges of tiles are exchanged before each layer; `d2`: before several
     fused_layers   how many layers share an exchange with `d2`; 0 lets the costs decide
-    grad_sync      when gradients are all-reduced over replicas and copies: `overlap`, each stage as
-                   soon as it is complete, beside other work; or `end`, after all work
+    grad_sync      when gradients are all-reduced over replicas and copies: `overlap`, chunk by
+                   chunk inside the last backward of a stage; `stage`, in one piece after it; `end`,
+                   after all work; `auto`: `stage` on CPUs whose cores all compute, else `overlap`
     recompute      activations that stages drop and recompute for backward: `never`, `always`,
                    `except_last`, `auto`, or names of modules; for all stages, or one for each
     stream         the grid of patches that each of the first stages runs one after the other, of
@@ -93,7 +94,7 @@ class PlanFields:
     local_dp: int = 1
     halo: str = "d1"
     fused_layers: int = 0
-    grad_sync: str = "overlap"
+    grad_sync: str = "auto"
     recompute: Recompute = "never"
     stream: Spatial = ()
     stream_halo: str = "recompute"

@@ -174,7 +174,7 @@ def _asynchronous_problems(plan: PlanFields) -> Iterable[str]:
             f"optimizer_step={plan.optimizer_step!r} does not apply to schedule '2bw', which "
             "fixes when weights are updated; remove it"
         )
-    if plan.grad_sync != "overlap":
+    if plan.grad_sync not in ("auto", "overlap"):
         yield (f"grad_sync={plan.grad_sync!r} is at the end of a step, and 2bw has none; remove it")
     if "except_last" in plan.recompute_by_stage:
         yield ("recompute='except_last' needs a last micro-batch, and 2bw has none; use 'always'")

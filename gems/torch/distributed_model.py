@@ -15,6 +15,7 @@ from torch import nn
 from gems import hardware as machines
 from gems.distributed.agree import on_all_ranks
 from gems.distributed.consensus import attempt
+from gems.distributed.cores import have_spare_cores
 from gems.distributed.interrupt import Interrupt
 from gems.distributed.usable import Usable
 from gems.engine.executor import Engine
@@ -111,6 +112,8 @@ class DistributedModel(Usable):
         self.last: Measured | None = None  # step or prediction, on this rank
         self.failed: BaseException | None = None  # what left this session unusable
 
+        self.spare_cores = have_spare_cores(self.transport, torch.get_num_threads())
+
         def prepare() -> None:
             self.machine = machine_on(machine, self.device, self.transport)
             self._prepare(model, sample, plan, costs, schedule, initialize)
@@ -138,7 +141,7 @@ class DistributedModel(Usable):
         self.precompiled = precompiled(self.model)
         where = Surroundings(
             self.transport, self.device, self.machine, self.memory, self.precision,
-            self.memory_format, self.compiling, self.master_weights,
+            self.memory_format, self.compiling, self.master_weights, self.spare_cores,
         )  # fmt: skip
         found = set_up(self.model, leaves, sample, plan, costs, schedule, where)
         self.plan, self.costs, self.schedule = found.plan, found.costs, found.schedule
@@ -201,6 +204,7 @@ class DistributedModel(Usable):
                 module.training = training
 
     def _begin_prediction(self, batch: Batch) -> None:
+        self.weights.release_memory()
         self.batches.state = begin_step(self.runner, batch, self.steps, training=False)
 
     def _run_prediction(self) -> Measured:
@@ -284,6 +288,7 @@ class DistributedModel(Usable):
         """All ranks must make this call; what is in flight is finished first."""
         self.reject_unusable()
         self.flush()
+        self.weights.release_memory()
         self.handshake.call(call, **facts)
 
     # --- seconds and bytes ----------------------------------------------------------------------

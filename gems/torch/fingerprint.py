@@ -51,12 +51,17 @@ def of_tensor(x: Tensor, *, whole: int = LARGE) -> int:
     if flat.is_sparse or flat.is_quantized:
         return key(str(flat.layout), tuple(x.shape), str(x.dtype))
     if flat.numel() * flat.element_size() > whole:
-        at = torch.linspace(0, flat.numel() - 1, CELLS, dtype=torch.float64, device=flat.device)
-        places = torch.unravel_index(at.long(), flat.shape)
-        flat = flat[places]
+        flat = flat[_places(flat.shape, flat.device)]
     flat = flat.contiguous().resolve_conj().resolve_neg()
     data: Any = as_bytes(flat).cpu().numpy() if flat.numel() else b""
     return key(tuple(x.shape), str(x.dtype), zlib.crc32(data))
+
+
+@functools.lru_cache(maxsize=32)
+def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Cells of a tensor, evenly spread, as indices."""
+    at = torch.linspace(0, shape.numel() - 1, CELLS, dtype=torch.float64, device=device)
+    return torch.unravel_index(at.long(), shape)
 
 
 def _of_lazy(x: Lazy, thorough: bool) -> Any:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from gems.distributed.consensus import attempt
 from gems.distributed.step import Step
-from gems.engine.executor import Engine
+from gems.engine.executor import Engine, nothing
 from gems.errors import GemsError, LossError, PlanError
+from gems.schedule.lower.reduce import overlaps
 from gems.torch.async_pipeline import AsyncPipeline
 from gems.torch.distributed_model import DistributedModel
 from gems.torch.gpu_memory import explained
@@ -124,12 +125,12 @@ class Session(DistributedModel):
             before.undo(self)
             raise
         try:
+            whole = LossSum(self, update)
             with self._stepping():
-                self.last = self.engine.step(self.steps)
+                self.last = self.engine.step(self.steps, whole.begin if whole.early else nothing)
             self.state.finish_running_stats(self.weights)
-            self.window += batch.samples
-            self.steps += 1
-            loss, self.norm, interrupted = _agree_on_loss(self, update)
+            self.window, self.steps = self.window + batch.samples, self.steps + 1
+            loss, self.norm, interrupted = whole.finish()
         except BaseException as error:
             self._break_off(error, before)
             raise
@@ -384,17 +385,41 @@ def _reject_batch(session: Session) -> None:
         raise GemsError("optimizer_step='eager' needs an optimizer first; call add_optimizer")
 
 
-def _agree_on_loss(session: Session, update: bool) -> tuple[float, float, bool]:
-    """The batch's loss, the gradient's norm, whether a rank was told to stop: each rank has a
-    part of them. The one place of a step where the host waits for a GPU."""
-    state, wants_norm = session.state, update and session.weights.needs_norm
-    squares = session.weights.square_norms() if wants_norm else []
-    losses = state.read_losses()  # begun after the last forward
-    others = Reading([*(value for _, value in state.penalties), *squares]).values()
-    stop = session.interrupt is not None and session.interrupt.wanted
-    count = len(state.penalties)
-    loss = session.runner.loss.of_step(state, losses.values(), others[:count])
-    parts = torch.tensor([loss, sum(others[count:]), stop], dtype=torch.float64)
-    session.transport.all_reduce(parts, tuple(range(session.transport.world))).wait()
-    loss, square, stops = parts.tolist()
-    return loss, math.sqrt(square) if square >= 0 else math.nan, stops > 0
+class LossSum:
+    """The batch's loss, the gradient's norm, whether a rank was told to stop: each rank has a part
+    of them, and the sum is begun when this rank's are there. The one place of a step where the host
+    waits for a GPU."""
+
+    def __init__(self, session: Session, update: bool) -> None:
+        self.session = session
+        self.wants_norm = update and session.weights.needs_norm
+        self.work: Work | None = None
+
+    @property
+    def early(self) -> bool:
+        """Whether it may begin before gradients are reduced: nothing of it is of gradients, the
+        host need not wait for a GPU, and on all ranks the same collectives came before."""
+        session, plan = self.session, self.session.plan
+        groups = [plan.replica_groups[s] for s in range(plan.depth) if not overlaps(plan, s)]
+        apart = plan.depth == 1 or all(len(ranks) < session.transport.world for ranks in groups)
+        return apart and not self.wants_norm and session.device.type == "cpu"
+
+    def begin(self) -> None:
+        session, state = self.session, self.session.state
+        squares = session.weights.square_norms() if self.wants_norm else []
+        losses = state.read_losses()  # begun after the last forward
+        others = Reading([*(value for _, value in state.penalties), *squares]).values()
+        stop = session.interrupt is not None and session.interrupt.wanted
+        count = len(state.penalties)
+        loss = session.runner.loss.of_step(state, losses.values(), others[:count])
+        self.parts = torch.tensor([loss, sum(others[count:]), stop], dtype=torch.float64)
+        world = tuple(range(session.transport.world))
+        self.work = session.transport.all_reduce(self.parts, world)
+
+    def finish(self) -> tuple[float, float, bool]:
+        if self.work is None:
+            self.begin()
+        assert self.work is not None
+        self.work.wait()
+        loss, square, stops = self.parts.tolist()
+        return loss, math.sqrt(square) if square >= 0 else math.nan, stops > 0

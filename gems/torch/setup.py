@@ -51,6 +51,7 @@ class Surroundings:
     memory_format: MemoryFormat = field(default_factory=MemoryFormat)
     compiling: CompileOptions = field(default_factory=CompileOptions)
     master_weights: bool = False  # of weights in half optimizers step fp32 copies
+    spare_cores: bool = True  # beside the threads that compute, on each rank
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,18 @@ def set_up(
         world = where.transport.world
         request = Request.on(where.machine, world, where.memory, state=state)
         plan = _chosen(traced, blocks, where.machine, request)
+    plan = replace(plan, grad_sync=_grad_sync(plan, where))
     _reject_mismatch(plan, where.transport.world)
     _reject_whole(plan, traced, model)
     found = compile_plan(plan, traced.graph, blocks, where.machine, request, order=schedule)
     return Setup(traced, found.stage_of, found.plan, found.costs, found.schedule)
+
+
+def _grad_sync(plan: Plan, where: Surroundings) -> str:
+    """Sums beside a backward that computes on all cores would hold it up."""
+    if plan.grad_sync != "auto" or plan.asynchronous:
+        return plan.grad_sync
+    return "overlap" if where.spare_cores or where.device.type != "cpu" else "stage"
 
 
 def _traced(model: nn.Module, leaves: tuple[str, ...], sample: Any, where: Surroundings) -> Trace:

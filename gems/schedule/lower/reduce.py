@@ -51,18 +51,20 @@ def overlaps(plan: Plan, stage: int, copies: int = 1) -> bool:
     """Whether the all-reduce of a stage's gradients may begin inside its last backward: not if one
     of its ranks holds another stage too. It might come to the two in another order; and it might
     begin one chunk, and hold up work that others wait for by the next (nccl.py). The plan may stand
-    for `copies` of itself."""
+    for `copies` of itself; `auto` may come to it."""
     ranks = plan.replica_groups[stage]
     several = len(ranks) > 1 or copies > 1
     alone = several and all(plan.stages_on[rank] == (stage,) for rank in ranks)
-    return alone and plan.grad_sync == "overlap" and not plan.asynchronous
+    return alone and plan.grad_sync in ("auto", "overlap") and not plan.asynchronous
 
 
 def takes_over(plan: Plan, stage: int, copies: int = 1) -> bool:
     """Whether gradients that are all-reduced stay where a stage's only backward computes them,
-    until they are complete: nothing is allocated for them before."""
+    until they are complete: nothing is allocated for them before. Where `auto` may come to it, they
+    are counted from the start."""
     sharded = plan.residency_over(copies)[stage].sharded
-    return plan.micro_batches == 1 and not sharded and overlaps(plan, stage, copies)
+    once = plan.micro_batches == 1 and plan.grad_sync == "overlap"
+    return once and not sharded and overlaps(plan, stage, copies)
 
 
 def last_backwards(row: Sequence[Action], plan: Plan) -> set[Action]:

@@ -96,6 +96,7 @@ class StepState:
             shard.allocate_grads() if shard else None,
             chunked=overlaps(weights.plan, stage),
             late=takes_over(weights.plan, stage),
+            memory=weights.bucket_memory.get(stage),
         )
 
     def finish_reduction(self, stage: int, weights: RankWeights) -> None:

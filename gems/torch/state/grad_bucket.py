@@ -11,6 +11,7 @@ tells whether this rank wrote one, and the flags are summed along. Sharded gradi
 Chunks are for all-reduces that begin inside backward (overlapped_reduction.py). Each has memory of
 its own. Where one backward is all that a step has, it is allocated once the chunk is complete:
 autograd keeps a first gradient where it was computed, which is cheaper than adding it to zeros.
+All else has the same memory in every step: the system takes its time to give out new pages.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch import nn
 
 from gems.errors import GemsError
 from gems.torch.state.sparse_gradients import dense
+from gems.torch.tensors.storage import references
 from gems.torch.tensors.strides import laid_out
 
 Tensor = torch.Tensor
 CHUNKS = 8  # of a bucket that is reduced while backward runs, if they are of a fair size:
-LEAST, MOST = 1 << 20, 25 << 20  # bytes
-
+LEAST, MOST = 4 << 20, 25 << 20  # bytes
+REST = -1  # the number of what is in no chunk
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -54,6 +56,25 @@ def restored(flat: Tensor, parameter: Tensor) -> Tensor:
     return laid_like(torch.empty_like(flat), parameter).copy_(flat.view(parameter.shape))
 
 
+class BucketMemory:
+    """Memory of a stage's bucket from step to step, on CPUs: for GPUs torch keeps what is freed."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, Kind, int], tuple[Tensor, int]] = {}
+
+    def zeros(self, number: int, kind: Kind, size: int) -> Tensor:
+        """Zeros for a chunk, or the rest: what it had before, unless somebody still holds a
+        gradient there."""
+        key = number, kind, size
+        found, alone = self.held.get(key, (None, 0))
+        if found is not None and references(found) <= alone:
+            return found.zero_()
+        found = torch.zeros(size, dtype=kind[0], device=kind[1])
+        if kind[1].type == "cpu":
+            self.held[key] = found, references(found)
+        return found
+
+
 class GradBucket:
     """Gradients of `parameters`, and other tensors to be summed with them, for one step."""
 
@@ -65,10 +86,12 @@ class GradBucket:
         *,
         chunked: bool = False,
         late: bool = False,
+        memory: BucketMemory | None = None,
     ) -> None:
         """`sharded` has zeros for the gradients that are not in the bucket, by parameter id; `late`
-        allocates chunks when they are complete."""
+        allocates chunks when they are complete; all else is in `memory`, if it is given."""
         self.parameters, self.others = list(parameters), list(others)
+        memory = BucketMemory() if memory is None else memory
         self.gradients = [(sharded or {}).get(id(p)) for p in self.parameters]
         inside = [i for i, gradient in enumerate(self.gradients) if gradient is None]
         early = [i for i in inside if chunked and self.parameters[i].numel()]
@@ -78,11 +101,12 @@ class GradBucket:
         for i, gradient in enumerate(self.gradients):
             if gradient is not None:
                 self._place(i, gradient)
-        for chunk in self.chunks if not late else ():
-            self._allocate(chunk)
-        self._allocate_rest([i for i in inside if i not in {*early}])
+        for number, chunk in enumerate(self.chunks if not late else ()):
+            size = sum(self.parameters[i].numel() for i in chunk.indices)
+            self._allocate(chunk, memory.zeros(number, chunk.kind, size))
+        self._allocate_rest([i for i in inside if i not in {*early}], memory)
 
-    def _allocate_rest(self, indices: Sequence[int]) -> None:
+    def _allocate_rest(self, indices: Sequence[int], reused: BucketMemory) -> None:
         """Memory of what is reduced last: these gradients, flags and the other tensors."""
         sizes: dict[Kind, int] = {}
 
@@ -92,11 +116,9 @@ class GradBucket:
             return x, start, count
 
         gradients = {i: reserve(self.parameters[i], self.parameters[i].numel()) for i in indices}
-        flags = [reserve(p, 1) for p in self.parameters]
+        flags = [reserve(p, len(self.parameters)) for p in self.parameters[:1]]
         others = [reserve(x, x.numel()) for x in self.others]
-        memory = {
-            kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()
-        }
+        memory = {kind: reused.zeros(REST, kind, size) for kind, size in sizes.items()}
 
         def part(x: Tensor, start: int, count: int) -> Tensor:
             # `.data`: a version of its own, although all share one memory.
@@ -104,17 +126,19 @@ class GradBucket:
 
         for i, at in gradients.items():
             self._place(i, laid_like(part(*at), self.parameters[i]))
-        self.flags = [part(*at) for at in flags]
+        self.flags = [part(*at) for at in flags]  # one for each parameter
         self.sums = [part(*at).view(x.shape) for at, x in zip(others, self.others, strict=True)]
         self.rest = list(memory.values())
 
-    def _allocate(self, chunk: Chunk) -> Tensor:
-        """Memory of a chunk, with the gradients that are there."""
+    def _allocate(self, chunk: Chunk, given: Tensor | None = None) -> Tensor:
+        """Memory of a chunk, with the gradients that are there. What is `given` has zeros."""
         parameters = [self.parameters[i] for i in chunk.indices]
         counts = [p.numel() for p in parameters]
-        whole = all(p.grad is not None for p in parameters)
-        make = torch.empty if whole else torch.zeros
-        chunk.memory = make(sum(counts), dtype=chunk.kind[0], device=chunk.kind[1])
+        if given is None:
+            whole = all(p.grad is not None for p in parameters)
+            make = torch.empty if whole else torch.zeros
+            given = make(sum(counts), dtype=chunk.kind[0], device=chunk.kind[1])
+        chunk.memory = given
         parts = chunk.memory.split(counts)
         for i, p, part in zip(chunk.indices, parameters, parts, strict=True):
             self._place(i, laid_like(part.data, p))
@@ -129,18 +153,20 @@ class GradBucket:
 
     def _chunks(self, early: Sequence[int]) -> list[Chunk]:
         """In the order in which backward completes them, of one type each."""
-        total = sum(self.parameters[i].nbytes for i in early)
-        size = min(max(total // CHUNKS, LEAST), MOST)
+        sizes = {i: self.parameters[i].nbytes for i in reversed(early)}
+        most = min(max(sum(sizes.values()) // CHUNKS, LEAST), MOST)
         found: list[Chunk] = []
         waiting: dict[Kind, list[int]] = {}
-        for index in reversed(early):
+        bytes_of: dict[Kind, int] = {}
+        for index, size in sizes.items():
             p = self.parameters[index]
-            indices = waiting.setdefault((p.dtype, p.device), [])
-            indices.append(index)
-            if sum(self.parameters[i].nbytes for i in indices) >= size:
-                found.append(Chunk((p.dtype, p.device), tuple(indices)))
-                indices.clear()
-        return found + [Chunk(kind, tuple(left)) for kind, left in waiting.items() if left]
+            kind = p.dtype, p.device
+            waiting.setdefault(kind, []).append(index)
+            bytes_of[kind] = bytes_of.get(kind, 0) + size
+            if bytes_of[kind] >= most:
+                found.append(Chunk(kind, tuple(waiting.pop(kind))))
+                bytes_of[kind] = 0
+        return found + [Chunk(kind, tuple(left)) for kind, left in waiting.items()]
 
     def in_place(self, number: int) -> bool:
         """Whether a chunk can begin with the gradients that it has: a hook may have replaced or
@@ -178,7 +204,10 @@ class GradBucket:
             elif p.grad is not gradient and p.grad is not None:  # a hook replaced it
                 gradient.copy_(dense(p.grad))
             self.written.append(written and p.grad is not None)
-            self.flags[i].fill_(float(self.written[-1]))
+        for flags in self.flags:  # without a copy, for which the host would wait on a GPU
+            flags.fill_(1.0)
+            for i in (i for i, written in enumerate(self.written) if not written):
+                flags[i].fill_(0.0)
         for x, total in zip(self.others, self.sums, strict=True):
             total.copy_(x)
         return [*left, *self.rest]
@@ -198,8 +227,8 @@ class GradBucket:
         What this rank wrote, all have: flags are read, and a GPU waited for, only for the rest.
         """
         unsure = [i for i, written in enumerate(self.written) if not written]
-        flags = torch.cat([self.flags[i] for i in unsure]).tolist() if unsure else []
-        absent = {i for i, flag in zip(unsure, flags, strict=True) if not flag}
+        flags = self.flags[0].tolist() if unsure else []
+        absent = {i for i in unsure if not flags[i]}
         for i, p in enumerate(self.parameters):
             p.grad = None if i in absent else self.gradients[i]
         return self.sums

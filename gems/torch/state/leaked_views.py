@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from gems.torch.tensors.released import is_released, release
+from gems.torch.tensors.storage import references
 
 Tensor = torch.Tensor
 KEPT = "was kept as a view of weights past the step; clone it there, because what it is a view of"
@@ -25,12 +26,12 @@ class LeakedViews:
     def __init__(self, flat: Tensor) -> None:
         """All references that there are now are expected."""
         self.flat = flat
-        self.least = self.expected = _references(flat)
+        self.least = self.expected = references(flat)
 
     def release(self, ours: Iterable[Tensor], why: str) -> int:
         """Release all but `ours`, for good. `why` the weights have no memory; returns the number of
         views."""
-        now = _references(self.flat)
+        now = references(self.flat)
         self.expected = max(self.least, min(self.expected, now))
         if now <= self.expected:
             return 0
@@ -42,10 +43,6 @@ class LeakedViews:
         if not found:  # references from outside Python cannot be found
             self.expected = now
         return len(found)
-
-
-def _references(flat: Tensor) -> int:
-    return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
 
 
 def _is_view(x: object, memory: int) -> bool:

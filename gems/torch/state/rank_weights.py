@@ -16,6 +16,7 @@ from gems.predict.timeline import Memory
 from gems.torch.offload.stores import Store
 from gems.torch.state.deferred_init import DeferredInit
 from gems.torch.state.flat_params import ParamShard
+from gems.torch.state.grad_bucket import BucketMemory
 from gems.torch.state.param_shards import StageShard
 from gems.torch.state.sparse_gradients import square_norm
 from gems.torch.tensors.released import form_of
@@ -55,10 +56,14 @@ class RankWeights:
         self.needs_norm = False
         self.accumulated: set[int] = set()  # parameters trained since the last optimizer step
         self.accumulation_over = True
+        early = not (plan.residency[0].frees_gradients or plan.asynchronous)
+        self.bucket_memory = {stage: BucketMemory() for stage in self.stages if early}
         self.shards = self._shard(deferred)
         self.in_shards = {
             id(p) for shard in self.shards.values() for p in shard.parameters.values()
         }
+        alone = [p for p in self.parameters_here if id(p) not in self.in_shards]
+        self._alone = [(p, p.nbytes) for p in alone]
         self.bytes = size([t for t in self.by_name.values() if id(t) not in self.in_shards])
         self.storages = {storage_of(t) for t in self.by_name.values()}
 
@@ -108,6 +113,11 @@ class RankWeights:
             p.grad = None
         for shard in self.shards.values():
             shard.clear_grads()
+
+    def release_memory(self) -> None:
+        """Give up memory that the next step would begin with."""
+        for memory in self.bucket_memory.values():
+            memory.held.clear()
 
     def square_norms(self) -> list[Tensor]:
         """Of the gradients that this rank is the first to have, so that each counts once: numbers
@@ -207,8 +217,7 @@ class RankWeights:
     # --- memory -------------------------------------------------------------------------------
 
     def resident_memory(self) -> Memory:
-        alone = [p for p in self.parameters_here if id(p) not in self.in_shards]
-        gradients = size([p.grad for p in alone if p.grad is not None])
+        gradients = sum(n for p, n in self._alone if p.grad is not None)
         weights = self.bytes
         for shard in self.shards.values():
             gradients += shard.gradient_bytes
