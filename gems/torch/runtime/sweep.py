@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -227,19 +227,27 @@ class Swept:
         if self.handing is None:
             calls = _up_to(self.laid.calls, self.carrying)
             self.handing = self._program(calls, ()), unread(calls, self.model, self.carrying)
-        program, self.context.unread = self.handing
+        program, unread_here = self.handing
 
         def begin(patch: Patch) -> dict[str, Later]:
             halos.begin(patch.number)
             return {name: read(name, patch.reads[name]) for name in program.inputs}
 
-        with self.carrier.carrying(halos, recomputing=False):
+        with self._reading({}, unread_here), self.carrier.carrying(halos, recomputing=False):
             all_but_last = (patch for patch, _ in itertools.pairwise(self.patches()))
             for patch, begun, _ in ahead(all_but_last, begin):
                 halos.arrive(patch.number)
                 self.compute(patch, program, {n: self._own(n, begun[n]()) for n in begun})
                 halos.ran(patch.number)
-        self.context.unread = frozenset()
+
+    @contextmanager
+    def _reading(self, known: Mapping[str, Tensor], unread: Set[str]) -> Iterator[None]:
+        """While some sums are known, and the results of some calls are not looked at."""
+        self.context.known, self.context.unread = known, unread
+        try:
+            yield
+        finally:
+            self.context.known, self.context.unread, self.context.saved = {}, frozenset(), None
 
     def _own(self, name: str, x: Tensor) -> Tensor:
         """A value that may be changed."""
@@ -259,8 +267,7 @@ class Swept:
             return {name: read(name, patch.reads[name]) for name in self.inputs}
 
         most, context, carried = 0, self.context, halos.bytes
-        context.known, context.unread = known, self.unread
-        with self.carrier.carrying(halos, recomputing=True):
+        with self._reading(known, self.unread), self.carrier.carrying(halos, recomputing=True):
             for patch, begun, following in ahead(self.patches(back=True), begin):
                 halos.arrive(patch.number)
                 context.saved = saved = SavedTiles(uncounted | halos.storages(patch.number))
@@ -286,7 +293,6 @@ class Swept:
                 most = max(most, saved.bytes + sizes(patch, following) + kept + halos.most())
                 halos.done(patch.number)
         halos.finished()
-        context.known, context.unread = {}, frozenset()
         return most
 
 
