@@ -465,14 +465,14 @@ def test_carrying_is_not_considered_where_little_is_computed_twice() -> None:
 
 def test_halos_that_are_left_over_are_noticed() -> None:
     halos = Halos(True)
-    halos.put(0, 1, ("a", 1), [torch.ones(3)])
-    halos.put(1, 0, ("a", 1), [torch.ones(2), torch.ones(1)])
+    halos.put(0, 1, ("a", "x", 1), [torch.ones(3)])
+    halos.put(1, 0, ("a", "x", 1), [torch.ones(2), torch.ones(1)])
     with pytest.raises(AssertionError, match="left over"):
         halos.finished()
     with pytest.raises(AssertionError, match="left over"):
         halos.done(0)
     with pytest.raises(AssertionError, match="there already"):
-        halos.put(0, 1, ("a", 1), [torch.ones(3)])
+        halos.put(0, 1, ("a", "x", 1), [torch.ones(3)])
 
 
 class IntoTheFirst(nn.Module):

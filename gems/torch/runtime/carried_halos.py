@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from gems.geometry.layout import coordinate
 from gems.torch.offload.stored_value import PendingWrite, ValueStore
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.tensors.storage import storage_of
 from gems.transport.protocol import Done, Work
 
 Tensor = torch.Tensor
-Tag = tuple[str, int]  # a call, and which of its exchanges
+Tag = tuple[str, str, int]  # a call, a value, and which of its exchanges
 Key = tuple[Tag, int]  # and the patch that left it
 
 
@@ -206,8 +207,9 @@ def _copied(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Carrier:
-    """Which patch runs, and the halos of its pass."""
+    """Which patch of a grid runs, and the halos of its pass."""
 
+    grid: tuple[int, ...] = ()
     patch: int = 0
     halos: Halos = field(default_factory=lambda: Halos(False))
 
@@ -223,25 +225,32 @@ class Carrier:
 
 @dataclass(frozen=True)
 class CarryGroup(SpatialGroup):
-    """The patches of a tile as members of a group, as seen by patch number `me`, or by any whose
+    """A patch and those around it as members of a group, as seen by that patch, or by any whose
     boxes are alike: what one of these has bound, the others use."""
 
     carrier: Carrier = field(default_factory=Carrier)
-    tag: Tag = ("", 0)
+    tag: Tag = ("", "", 0)
 
-    def channel(self, call: str, number: int) -> CarryGroup:
-        return replace(self, tag=(call, number))
+    def channel(self, call: str, value: str, number: int) -> CarryGroup:
+        return replace(self, tag=(call, value, number))
+
+    def number(self, member: int) -> int:
+        """The patch that is where a member is, as seen from the one that runs."""
+        found, mine, theirs = 0, self.coordinate, coordinate(self.grid, member)
+        for count, a, b in zip(self.carrier.grid, mine, theirs, strict=True):
+            found = found * count + b - a
+        return self.carrier.patch + found
 
     def exchange(
         self, parts: Mapping[int, Sequence[Tensor]], counts: Mapping[int, int], like: Tensor
     ) -> tuple[dict[int, Tensor], Work]:
         carrier = self.carrier
-        moved = carrier.patch - self.me
         for member, tensors in parts.items():
-            carrier.halos.put(carrier.patch, member + moved, self.tag, tensors)
+            carrier.halos.put(carrier.patch, self.number(member), self.tag, tensors)
         found = {}
         for member, count in counts.items():
-            found[member] = x = carrier.halos.take(carrier.patch, member + moved, self.tag)
+            source = self.number(member)
+            found[member] = x = carrier.halos.take(carrier.patch, source, self.tag)
             assert x.numel() == count and x.dtype == like.dtype, f"{self.tag}: not what was sent"
         return found, Done()
 

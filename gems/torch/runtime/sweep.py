@@ -36,7 +36,7 @@ from gems.torch.autograd.saved_tensors import SavedTensors
 from gems.torch.runtime.carried_halos import Carrier, CarryGroup, Halos
 from gems.torch.runtime.codegen import Program, write
 from gems.torch.runtime.patch_progress import patch_done
-from gems.torch.spatial.carried_layout import carrying, one_tile
+from gems.torch.spatial.carried_layout import carrying, near, one_tile
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.spatial.moments import merged
 from gems.torch.spatial.op import Run
@@ -105,7 +105,8 @@ class Swept:
         self.layout, self.laid = layout, laid
         self.places, self.keep = [list(row) for row in places], keep
         self.carrying = carrying(laid) if layout.carry else set()
-        self.carrier = Carrier()
+        self.carrier = Carrier(tuple(map(len, self.places)))
+        self.near: dict[tuple[int, int], range] = {}
         self.kept: list[Patch] = []
         self.context = ForwardContext()
         self.alike = alike(laid)
@@ -174,18 +175,27 @@ class Swept:
                         parts[name] = (own, tuple(slice(0, n) for n in own.shape))
             if parts or self.carrying:
                 reads = {n: boxes[n].boxes()[0] if n in boxes else None for n in self.inputs}
-                runs = known if shared else self._bind(number, place, known)
+                runs = known if shared else self._bind(place, known)
                 yield Patch(number, runs, reads, parts)
 
-    def _bind(self, number: int, place: Sequence[int], known: dict[str, Run]) -> dict[str, Run]:
+    def _bind(self, place: Sequence[int], known: dict[str, Run]) -> dict[str, Run]:
         """What to call for a patch instead of each call."""
         if not self.layout.carry:
             group: SpatialGroup = PatchGroup((1,) * len(place), (0,), 0, None)  # type: ignore
             return bind(one_patch(self.laid, place), group, self.context, known).runs
-        grid = tuple(map(len, self.places))
+        around = [self._near(axis, at) for axis, at in enumerate(place)]
+        grid, me = tuple(map(len, around)), 0
+        for row, at in zip(around, place, strict=True):
+            me = me * len(row) + row.index(at)
         members = tuple(range(prod(grid)))
-        group = CarryGroup(grid, members, number, None, carrier=self.carrier)  # type: ignore
-        return bind(self.laid, group, self.context, known).runs
+        group = CarryGroup(grid, members, me, None, carrier=self.carrier)  # type: ignore[arg-type]
+        return bind(one_tile(self.laid, around), group, self.context, known).runs
+
+    def _near(self, axis: int, at: int) -> range:
+        """The places along an axis with which one exchanges halos."""
+        if (axis, at) not in self.near:
+            self.near[axis, at] = near(self.laid, axis, at)
+        return self.near[axis, at]
 
     def compute(
         self, patch: Patch, program: Program, given: Mapping[str, Tensor]

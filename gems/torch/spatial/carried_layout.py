@@ -9,7 +9,7 @@ What enters a sweep is read as boxes, with all that a patch reads of it. Between
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gems.geometry.carry import (
@@ -24,7 +24,8 @@ from gems.geometry.carry import (
     points_of,
     shared,
 )
-from gems.geometry.layout import Layout, Spans, clipped, hulls, read, together
+from gems.geometry.layout import Layout, Spans, clip, clipped, hulls, read, together
+from gems.geometry.window import Span
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, widen
 from gems.torch.spatial.rule import OWN, Rule
 
@@ -150,7 +151,7 @@ class _Cuts:
 
 
 def one_tile(laid: StageLayout, places: Sequence[range]) -> StageLayout:
-    """The patches of one tile of a layout by themselves."""
+    """Patches next to each other by themselves: of one tile, or around one of them."""
 
     def mine(spans: Spans) -> Spans:
         return tuple(row[at.start : at.stop] for row, at in zip(spans, places, strict=True))
@@ -161,26 +162,56 @@ def one_tile(laid: StageLayout, places: Sequence[range]) -> StageLayout:
 
 
 def carrying(laid: StageLayout) -> set[str]:
-    """The calls whose patches exchange halos."""
-    return {call.name for at, call in enumerate(laid.calls) if laid.exchanges_of(at)}
+    """The calls of a tile whose patches exchange halos."""
+    axes = range(len(next(iter(laid.layouts.values())).own)) if laid.layouts else ()
+    return {
+        call.name
+        for call, row in zip(laid.calls, laid.wants, strict=True)
+        if any(_rows(laid, name, spans, axis) for name, spans in row.items() for axis in axes)
+    }
+
+
+def near(laid: StageLayout, axis: int, at: int) -> range:
+    """The patches along an axis with which one exchanges halos, itself among them."""
+    others = [0, *(cells[1] for cells in exchanged(laid, axis, at) if cells)]
+    return range(at + min(others), at + max(others) + 1)
 
 
 def exchanged(laid: StageLayout, axis: int, at: int) -> list[tuple[int, ...]]:
     """What a patch exchanges along one axis, as it sees it: with whom, and which cells."""
     found: list[tuple[int, ...]] = []
     for name, wants in (pair for row in laid.wants for pair in row.items()):
-        layout = laid.layouts[name]
-        want, have = clipped(wants, layout)[axis], layout.have[axis]
-        if all(inside(w, h) for w, h in zip(want, have, strict=True)):
-            continue
-        first = have[at][0]
-        for other in range(len(have)):
-            if other == at:
-                continue
-            for way, cells in enumerate(
-                (shared(have[other], want[at]), shared(have[at], want[other]))
-            ):
-                if cells is not None:
-                    found.append((way, other - at, cells[0] - first, cells[1] - first))
-        found.append(())
+        if (rows := _rows(laid, name, wants, axis)) is not None:
+            have, want = rows
+            first = have[at][0]
+            found += [
+                (way, other - at, cells[0] - first, cells[1] - first)
+                for way, other, cells in _shares(have, want, at)
+            ]
+            found.append(())
     return found
+
+
+def _rows(
+    laid: StageLayout, name: str, wants: Spans, axis: int
+) -> tuple[Sequence[Span], Sequence[Span]] | None:
+    """What the patches along an axis have and want of a value, if any wants what others have."""
+    layout = laid.layouts[name]
+    have, length = layout.have[axis], layout.shape[layout.dims[axis]]
+    want = [clip(span, length) for span in wants[axis]]
+    alone = all(inside(w, h) for w, h in zip(want, have, strict=True))
+    return None if alone else (have, want)
+
+
+def _shares(have: Sequence[Span], want: Sequence[Span], at: int) -> Iterator[tuple[int, int, Span]]:
+    """Cells that a patch wants of earlier ones (0), and those of it that later ones want (1)."""
+    for other in reversed(range(at)):
+        if (cells := shared(have[other], want[at])) is not None:
+            yield 0, other, cells
+        if have[other][1] <= want[at][0]:
+            break
+    for other in range(at + 1, len(have)):
+        if (cells := shared(have[at], want[other])) is not None:
+            yield 1, other, cells
+        if want[other][0] < want[other][1] and want[other][0] >= have[at][1]:
+            break

@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 class SpatialGroup(Members):
     """The members of a stage on tiles, and their collectives."""
 
-    def channel(self, call: str, number: int) -> SpatialGroup:
-        """The group for one exchange of a call. Ranks match messages by their order."""
+    def channel(self, call: str, value: str, number: int) -> SpatialGroup:
+        """The group for one of a call's exchanges of a value. Ranks match messages by order."""
         return self
 
     def exchange(

@@ -45,7 +45,7 @@ class Tile:
     layouts: Mapping[str, Layout]  # of all values, with the cells that ranks really have
     wants: Mapping[str, Spans]  # of the tiled inputs, beyond the border of the image too
     context: ForwardContext
-    exchanges: int = 0  # that were asked for so far
+    exchanges: dict[str, int] = field(default_factory=dict)  # of each input, so far
 
     @property
     def call(self) -> Call:
@@ -62,10 +62,10 @@ class Tile:
             return layout.boxes(self.wants[name])[self.group.me]
         return layout.own_boxes()[self.group.me]
 
-    def channel(self) -> SpatialGroup:
-        """The group for the next exchange of this call."""
-        self.exchanges += 1
-        return self.group.channel(self.call.name, self.exchanges)
+    def channel(self, name: str) -> SpatialGroup:
+        """The group for the next exchange of an input."""
+        self.exchanges[name] = number = self.exchanges.get(name, 0) + 1
+        return self.group.channel(self.call.name, name, number)
 
     def wanted(self, name: str) -> Box:
         """This rank's box of an input, within the image."""
@@ -87,7 +87,7 @@ class Tile:
         frame, at = self._frame(x.name, want[self.group.me], fill is not None)
         if all(w in h for w, h in zip(want, have, strict=True)):
             return self._local(have[self.group.me], want[self.group.me], frame, at, fill or 0.0)
-        exchange = HaloExchange(self.channel(), have, [want], [at], frame, fill or 0.0)
+        exchange = HaloExchange(self.channel(x.name), have, [want], [at], frame, fill or 0.0)
         return self.exchanged(exchange)
 
     def exchanged(self, exchange: HaloExchange) -> Callable[[Tensor], Tensor]:
