@@ -149,8 +149,8 @@ def main() -> None:
         ends = (0.0, seconds)
         series = {
             "resident, MiB": resident,
-            "tensors, counted": [(t, trainer.peak / MIB) for t in ends],
-            "tensors, predicted": [(t, predicted / MIB) for t in ends],
+            "tensors": [(t, trainer.peak / MIB) for t in ends],
+            "predicted": [(t, predicted / MIB) for t in ends],
         }
         given.curve.write_text(curves(f"{given.model} {given.side}²", series))
     trainer.close()

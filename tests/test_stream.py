@@ -12,6 +12,7 @@ import copy
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,12 +41,12 @@ from gems.transport.protocol import Transport
 from gems.transport.threads import run
 from tests.exact import Outcome, assert_equal, join, plainly, planned, trained
 from tests.networks import build
-from tests.spatial import Plain
+from tests.spatial import Plain, Seen
 from tests.test_spatial_generated import GRIDS, Function, some_cut, stack
 from tests.worlds import spawn
 
 Tensor = torch.Tensor
-CASES = int(os.environ.get("GEMS_STREAMS", "32"))
+CASES = int(os.environ.get("GEMS_STREAMS", "250"))
 TILES = [(2,), (3,), (1, 2), (2, 1), (2, 2), (1, 3), (1, 1, 2), (2, 1, 1), (1, 2, 2)]
 
 
@@ -73,15 +74,24 @@ def network(number: int) -> Plain:
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.train(not frozen)
     drops = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-    return Plain(model, torch.randn(shape), keyed=drops)
+    # Norms of one sample, too: torch's own backward of them may be wrong (norm_gradients.py).
+    return Plain(model, torch.randn(shape), keyed=drops or shape[0] == 1)
 
 
 def amplified(plain: Plain) -> bool:
     """Whether rounding of the input is multiplied beyond what is compared: a norm of what is
-    constant divides by the root of its eps."""
-    nudged = Plain(plain.model, *(x.detach() * (1 + 1e-15) for x in plain.inputs), keyed=True)
-    same = Plain(plain.model, *(x.detach() for x in plain.inputs), keyed=True)
-    pairs = [(nudged.seen.outputs, same.seen.outputs)]
+    constant divides by the root of its eps; a maximum chooses among what is equal."""
+    draw = torch.Generator().manual_seed(0)
+
+    def seen(rounding: float) -> Seen:
+        inputs = (x.detach() for x in plain.inputs)
+        noise = (1 + rounding * torch.randn(x.shape, generator=draw).double() for x in plain.inputs)
+        nudged = (x * n.to(x.dtype) for x, n in zip(inputs, noise, strict=True))
+        return Plain(plain.model, *nudged, keyed=True).seen
+
+    same, others = seen(0), [seen(4e-16) for _ in range(4)]
+    pairs = [(x.outputs, same.outputs) for x in others]
+    pairs += [(x.gradients, same.gradients) for x in others]
     return any(
         float((a[n] - x).detach().abs().max()) > 1e-13 * max(1, float(x.detach().abs().max()))
         for a, b in pairs
@@ -128,6 +138,37 @@ def test_a_generated_network_does_the_same_by_blocks_of_tiles(number: int, carry
 
     numbers = range(number, number + 50 * CASES, CASES)
     assert any(tried(k, lambda plain, k=k: streamed(k, plain)) for k in numbers)
+
+
+class LastFirst(nn.Module):
+    """Its gradient comes with channels last, whatever the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = range(2, x.dim())
+        return x.permute(0, *dims, 1).contiguous().permute(0, x.dim() - 1, *(d - 1 for d in dims))
+
+
+NORMS = {
+    "batch norm": nn.BatchNorm2d,
+    "instance norm": partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+    "group norm": partial(nn.GroupNorm, 2),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_any_strides_enter_norms(name: str, samples: int, training: bool) -> None:
+    """torch's own backward of norms of one sample is wrong for some (tests/test_strides.py)."""
+    norm = NORMS[name](4)
+    for x in (*norm.parameters(), *norm.buffers()):
+        if x.is_floating_point():
+            nn.init.uniform_(x, 0.5, 1.5)
+    model = nn.Sequential(norm.train(training), LastFirst())
+    plain = Plain(model, torch.randn(samples, 4, 7, 6), keyed=True)
+    plain.stream((3, 2))
+    plain.stream_tiles((1, 2), (2, 1))
+    plain.cut((1, 2))
 
 
 # --- networks, trained ----------------------------------------------------------------------------

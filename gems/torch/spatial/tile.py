@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry.box import Box
 from gems.geometry.layout import Layout, Spans, clipped
 from gems.geometry.window import Window
+from gems.torch.autograd.norm_gradients import normalises, sound
 from gems.torch.autograd.split_backward import Entry
 from gems.torch.spatial.computed_weights import prepare, prepared
 from gems.torch.spatial.group import SpatialGroup
@@ -182,4 +183,4 @@ class Tile:
         """The recorded function or module itself."""
         found = self.op.module if self.op.module is not None else self.call.function
         assert found is not None
-        return found
+        return sound(found) if normalises(self.call, self.op.model) else found
