@@ -261,6 +261,29 @@ def test_the_loss_waits_for_the_cells_it_compares(name: str, norm: str) -> None:
     assert_equal(planned(model, data, plan, loss), plainly(model, data, 2, loss))
 
 
+class SumAtTheEnd(nn.Module):
+    """Of what is shallow and what is deep: only their sum looks at the convolutions' results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Conv2d(3, 2, 3, padding=1)
+        self.deep = nn.Sequential(
+            nn.Conv2d(3, 4, 5, padding=2), nn.Tanh(), nn.Conv2d(4, 2, 5, padding=2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.side(x) + self.deep(x)  # type: ignore[no-any-return]
+
+
+def test_a_forward_for_halos_makes_what_only_a_sum_looks_at() -> None:
+    torch.manual_seed(0)
+    model, data = SumAtTheEnd().double(), noise((1, 3, 24, 20), 2, (1, 24, 20))
+    plan = Plan(stream="4x2", stream_halo="carry")
+    assert_equal(
+        planned(model, data, plan, F.cross_entropy), plainly(model, data, 1, F.cross_entropy)
+    )
+
+
 class TwoMaps(nn.Module):
     """A loss between two maps of which one is behind the other."""
 
