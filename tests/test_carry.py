@@ -309,6 +309,18 @@ def test_patches_without_a_cell_at_some_depth_hand_on_all_the_same() -> None:
     assert any(a == b for spans in own for a, b in spans[0]), "some are empty"
 
 
+def test_a_reflected_border_is_handed_on_over_a_patch_that_does_not_read_it() -> None:
+    """Story: patches were bound among those up to the first that wants nothing of them."""
+    model = nn.Sequential(
+        nn.Upsample((8, 16), mode="bilinear", align_corners=True),
+        nn.ReflectionPad2d((0, 2, 1, 3)), nn.Upsample(scale_factor=0.7), nn.AvgPool2d(2, (2, 3)),
+    )  # fmt: skip
+    plain = Plain(model, torch.randn(2, 2, 7, 10))
+    for patches in ((3, 3), (4, 2), (2, 5)):
+        plain.stream_tiles((2, 1), patches, carry=True)
+        plain.stream(patches, carry=True)
+
+
 def test_dropout_drops_what_it_drops_when_the_image_is_whole() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -204,14 +204,10 @@ def _rows(
 
 
 def _shares(have: Sequence[Span], want: Sequence[Span], at: int) -> Iterator[tuple[int, int, Span]]:
-    """Cells that a patch wants of earlier ones (0), and those of it that later ones want (1)."""
-    for other in reversed(range(at)):
-        if (cells := shared(have[other], want[at])) is not None:
-            yield 0, other, cells
-        if have[other][1] <= want[at][0]:
-            break
-    for other in range(at + 1, len(have)):
-        if (cells := shared(have[at], want[other])) is not None:
-            yield 1, other, cells
-        if want[other][0] < want[other][1] and want[other][0] >= have[at][1]:
-            break
+    """Cells that a patch wants of earlier ones (0), and those of it that later ones want (1). At a
+    border that is reflected the next but one may want some, and the next none."""
+    for other in range(len(have)):
+        way = int(other > at)
+        cells = shared(have[at], want[other]) if way else shared(have[other], want[at])
+        if cells is not None and other != at:
+            yield way, other, cells
