@@ -476,6 +476,25 @@ def test_a_message_travels_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert results[0][2] < whole
 
 
+@pytest.mark.parametrize("tiles", ["1x2", "2x1", "2x2"])
+def test_tiles_hand_each_other_values_in_a_store(tiles: str) -> None:
+    """Each rank stores its tile, and the halos that later stages read of it; skips and all. What a
+    rank has is as predicted: the store to the byte."""
+    ranks = tuple(range(4 if tiles == "2x2" else 2))
+    plan = Plan(
+        stages=5, placement=(ranks,) * 5, spatial=[tiles] * 5, stream=["3x2"] * 5,
+        schedule="sequential", micro_batches=2, offload="values:disk",
+    )  # fmt: skip
+    data = noise((2, 3, 40, 36), 2, (2, 40, 36))
+    assert_equal(planned(u_net(), data, plan), plainly(u_net(), data, plan.total))
+    image, target = torch.randn(2, 3, 128, 128), torch.zeros(2, 128, 128, dtype=torch.int64)
+    plan = replace(plan, stream=((2, 2),) * 5)
+    for peak, predicted, rows, forecast in measured(u_net(4).float(), plan, image, target):
+        assert predicted == pytest.approx(peak, rel=0.05)
+        most = [max(memory.offloaded for memory in x.values()) for x in (rows, forecast)]
+        assert most[0] == most[1] > 0
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

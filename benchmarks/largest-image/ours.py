@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -139,16 +140,22 @@ def plans(name: str, ranks: int, images: int, side: int, cap: float) -> Iterator
         found = plan(part) if len(seen) < 4 and part > 0.1 else None
 
 
-def largest(name: str, ranks: int, images: int, cap: float, store: float) -> tuple[int, Plan, str]:
-    """The largest side that the planner knows a plan for, with so many bytes on each rank's disk;
-    the plan, and what it says of the next side."""
+def largest(
+    name: str, ranks: int, images: int, cap: float, store: float, most: int | None = None
+) -> tuple[int, Plan, str]:
+    """The largest side that the planner knows a plan for, with so many bytes on each rank's disk,
+    or the one that is the `most` to be tried; the plan, and what it says of the next side."""
     study, target = _study(name, 256), NETWORKS[name].target(1, 1)
     here = 0 if target.dim() > 1 else images * target.element_size()  # masks are read in boxes
     request = Request(ranks, cap - here, images, "image", state=0.0, store=store)
+    by_time = replace(request, objective="time")
+    if most is not None:
+        with suppress(PlanError):  # then the largest is smaller
+            return most, study.at(most).plan(by_time), "not tried, a step would take too long here"
     plan, found = study.choose(request)
     side = found.images[0].shape[-1]
     try:
-        found.at(side + STEP).plan(replace(request, objective="time"))
+        found.at(side + STEP).plan(by_time)
     except PlanError as error:
         return side, plan, str(error).split(". ")[0]
     raise AssertionError(f"the planner has a plan for {side + STEP}, and called {side} the largest")

@@ -80,12 +80,15 @@ class Bench:
         start, way = time.monotonic(), ABOVE
         assert self.ranks is not None
         try:
-            side, peak, note = from_above(self.ranks, network, IMAGES[ranks], cap, store)
+            side, peak, note = from_above(
+                self.ranks, network, IMAGES[ranks], cap, store, self.start
+            )
         except (Cannot, RankError, PlanError) as error:
             side, peak, note = 0, None, str(error).strip().splitlines()[-1][:300]
         note = f"{size(store)} of disk for each rank; {note}"
         seconds, today = round(time.monotonic() - start, 2), time.strftime("%Y-%m-%d")
-        row = Row(Case(network, ranks, way, cap), side, peak, seconds, False, note, today)
+        more = side == self.start
+        row = Row(Case(network, ranks, way, cap), side, peak, seconds, more, note, today)
         self.results.add_row(row)
         return row
 
@@ -131,7 +134,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ways whose name has this in it")
     parser.add_argument("--longest", type=float, default=240, help="seconds of one trial, about")
     parser.add_argument("--store", help="only GEMS, from above: what each rank may have on disk")
-    parser.add_argument("--start", type=int, help="the side to begin with, if none was tried yet")
+    parser.add_argument(
+        "--start", type=int, help="the side to begin with, if none was tried yet; with --store the "
+        "one to train if the planner knows a plan for it, and no larger one"
+    )  # fmt: skip
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     parser.add_argument("--table", action="store_true", help="only print what was found so far")
     given = parser.parse_args()

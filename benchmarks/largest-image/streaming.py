@@ -54,11 +54,7 @@ def trained(name: str, images: int, side: int, tile: int) -> int:
             streamed.backward(image, features.grad)
             del image, features
         optimizer.step()
-    return (
-        live.peak
-        + plain.resident_memory(streamed.stream_module, target)
-        + plain.resident_memory(head)
-    )
+    return live.peak + plain.resident(streamed.stream_module, target) + plain.resident(head)
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:

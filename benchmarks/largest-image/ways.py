@@ -85,15 +85,16 @@ def _gems(ranks: Ranks, name: str, images: int, side: int, cap: float) -> Done:
 
 
 def from_above(
-    ranks: Ranks, name: str, images: int, cap: float, store: float
+    ranks: Ranks, name: str, images: int, cap: float, store: float, most: int | None = None
 ) -> tuple[int, int, str]:
-    """The side, bytes and how of the planner's largest image, really trained. If the step takes
-    more than the cap, the planner is given as much less."""
+    """The side, bytes and how of the planner's largest image, or of the `most` to be tried, really
+    trained. If the step takes more than the cap, the planner is given as much less."""
     part = 1.0
     for _ in range(3):
-        side, plan, beyond = ours.largest(name, ranks.size, images, part * cap, store)
+        side, plan, beyond = ours.largest(name, ranks.size, images, part * cap, store, most)
         log.info("  %s on %s ranks: %s, %s", name, ranks.size, side, describe(plan))
         peak = max(ranks.run(ours.trained, name, images, side, plan, True))
+        log.info("  %s: it takes %s", side, size(peak))
         how = f"{describe(plan)}; {side + STEP}: {beyond}"
         if peak <= cap:
             return side, peak, how

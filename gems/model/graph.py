@@ -81,7 +81,9 @@ class Block:
     along each spatial dim, both sides together, as a part of the image; with `streams`, the image
     may run in patches, one after the other, to the end of this block, and `tiled` blocks work on
     it. With `joins`, what a block gives needs all of the image: 1 if it is whole, 2 if the block
-    then reads the image again (a norm). `flows` are its calls on the image. Empty and 0 where
+    then reads the image again (a norm). `blind` blocks run backward without a look at what they
+    make: 1 a convolution, 2 a sum, which does not look at what it reads either. `flows` are its
+    calls on the image. Empty and 0 where
     nobody has looked.
     """
 
@@ -105,6 +107,7 @@ class Block:
     tiled: bool = False
     joins: int = 0
     flows: tuple[Flow, ...] = ()
+    blind: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from gems.schedule.build import BY_SAMPLE
 UNITS = (4, 16)  # stages of one rank, to be unsharded one after the other
 APART = (4, 16, 64, 128)  # the same, of which one or two are on the device at a time
 LONG = 2048  # times that ranks run a stage in a step of a copy: it takes long to simulate more
-STREAMED = (1, 2, 3, 6, 16)  # stages over patches, on the same ranks
-SOME_TIMES, MANY_TIMES = 6, 16  # of these, from how many on weights are stored too, or always
+STREAMED = (1, 2, 3, 5, 6, 16)  # stages over patches, on the same ranks
+SOME_TIMES, MANY_TIMES = 3, 16  # of these, from how many on weights are stored too, or always
 TWICE = 1.1  # of the work of patches that is done twice or more: from here on carrying may pay
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
@@ -201,8 +201,8 @@ def _patches(graph: Graph, *, finest: bool = False) -> Iterator[tuple[tuple[int,
     less overlaps in each of several, but what they send each other is whole."""
     shape = graph.value[graph.inputs[0]].shape[2:]
     found: dict[int, list[int]] = {}
-    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256):
-        for times in STREAMED if parts in (4, 8, 16, 32, 64, 128, 256) else (1,):
+    for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512):
+        for times in STREAMED if parts in (4, 8, 16, 32, 64, 128, 256, 512) else (1,):
             if parts * 16 <= min(shape, default=0):
                 found.setdefault(times, []).append(parts)
     for times, grids in found.items():

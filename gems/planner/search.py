@@ -135,8 +135,8 @@ def search(
     What does not fit is tried again with its state sharded, then with recomputation, then with
     state or activations offloaded, and if nothing fits then, one patch of the image after the
     other; where memory is the objective, all of that is. If any plan that fits is `enough`, stop at
-    the first, and try plans like `first` before all others. Without `prune`, none is left out. What
-    is not `offered` is rejected.
+    the first, and try plans like `first` before all others; else they are the last resort. Without
+    `prune`, none is left out. What is not `offered` is rejected.
     """
     blocks = max(FEW, 4 * request.ranks) if request.ranks > 1 else MANY
     small, lumped = coarse(graph, costs, blocks)
@@ -199,6 +199,8 @@ class Search:
             place, finest = self.memo.machine.elsewhere, self.enough
             m, schedule = request.micro_batches, request.schedule
             self.try_all(streaming(graph, request.ranks, m, place, schedule, finest=finest))
+        if first is not None and not self.fitting:
+            self.try_all(alike(graph, first))
         if not self.enough:
             self._leave_out()
         return self.result

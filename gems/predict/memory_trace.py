@@ -251,7 +251,7 @@ class _Rank:
         self.inbox[message] = dict.fromkeys(others, self._part(message))
         for size in self.inbox[message].values():
             self.meter.add("boundary", size)
-        if others:
+        if others and self.rank not in self._peers(action):  # of a tile halos come, unseen here
             self.stored.post(message)
 
     def _peers(self, action: Action) -> tuple[int, ...]:

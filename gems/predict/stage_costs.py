@@ -12,7 +12,13 @@ from gems.model.costs import Cost, Costs, Edge, StoredBytes, of_stages, together
 from gems.model.graph import Block, Graph, Value, crossings, members
 from gems.plans.plan import Plan
 from gems.predict.recompute_cost import recomputed_blocks, recomputing
-from gems.predict.streaming_cost import inner_stored, stored_values, streamed
+from gems.predict.streaming_cost import (
+    inner_stored,
+    stored_values,
+    streamed,
+    sweeps,
+    tile_bytes,
+)
 
 
 def price(
@@ -58,10 +64,7 @@ def price(
         _stored(_kept(edge, graph, stage_of, plan), graph, crossing, stored)
         for edge in whole.messages
     )
-    kept = tuple(
-        StoredBytes(stage_of[graph.producer[n]], readers, graph.value[n].bytes, graph.value[n].grad)
-        for n, readers in stored.items()
-    )
+    kept = tuple(_between(n, readers, graph, stage_of, plan) for n, readers in stored.items())
     return replace(
         whole,
         items=tuple(items),
@@ -69,6 +72,16 @@ def price(
         group_sizes=plan.sizes,
         stored=(*kept, *inner),
     )
+
+
+def _between(
+    name: str, readers: tuple[int, ...], graph: Graph, stage_of: Sequence[int], plan: Plan
+) -> StoredBytes:
+    """What a stage puts in a store for others; of tiles a rank has its own, with halos."""
+    source, blocks = stage_of[graph.producer[name]], members(stage_of)
+    rows = [row for stage in readers for row in sweeps(graph, blocks[stage]).blocks]
+    size = round(tile_bytes(graph, name, plan.grids[source].tiles, rows))
+    return StoredBytes(source, readers, size, graph.value[name].grad)
 
 
 def _stored(

@@ -24,6 +24,7 @@ from gems.plans.plan import Plan
 from gems.predict.carried_cost import CarriedSweep
 
 TARGET = 8  # bytes of a class in a target
+ROUNDING = 1e-6  # of a cell
 ENTERING = -1  # in place of a block: what enters the stage
 
 
@@ -42,15 +43,27 @@ def overlaps(graph: Graph, blocks: Sequence[int], grid: Sequence[int]) -> dict[i
     Branches beside each other count one after the other: rather too much than too little.
     """
     found: dict[int, Overlap] = {}
-    beyond = [0.0] * len(grid)  # what later blocks read around this one, as a part of the image
-    for i in (*reversed(blocks), ENTERING):
+    for i, (beyond, _) in _reaches(graph, blocks, len(grid)).items():
         # Of a mean over the image, most is what it reads.
         near = (*graph.blocks[i].writes, *graph.blocks[i].reads) if i >= 0 else graph.inputs
         images = [graph.value[n] for n in near if _image(graph.value[n], grid)]
         found[i] = _overlap(max(images, key=lambda v: v.bytes, default=None), grid, beyond)
-        around = graph.blocks[i].reach if i >= 0 else ()
-        for axis, reach in enumerate(around[-len(grid) :]):
-            beyond[axis] += reach
+    return found
+
+
+Reach = tuple[float, ...]  # cells around a value that are read, as a part of the image, by axis
+
+
+def _reaches(graph: Graph, blocks: Sequence[int], axes: int) -> dict[int, tuple[Reach, Reach]]:
+    """What is read around what each block makes, by later ones, and around what it reads, by it
+    too; and around what enters the stage."""
+    found, beyond = {}, (0.0,) * axes
+    for i in reversed(blocks):
+        own = graph.blocks[i].reach[-axes:]
+        own = (0.0,) * (axes - len(own)) + tuple(own)
+        around = tuple(a + b for a, b in zip(beyond, own, strict=True))
+        found[i], beyond = (beyond, around), around
+    found[ENTERING] = (beyond, beyond)
     return found
 
 
@@ -59,16 +72,32 @@ def _overlap(value: Value | None, grid: Sequence[int], beyond: Sequence[float]) 
         return Overlap(1.0, prod(grid))  # every patch makes all of it
     largest, total = [], []
     for length, parts, reach in zip(value.shape[-len(grid) :], grid, beyond, strict=True):
-        share = ceil(length / parts) / max(length, 1)
-        sides = {1: 0.0, 2: 0.5}.get(parts, 1.0)  # of a patch that are not the image's own
-        largest.append(min(share + sides * reach, 1.0))
+        sides = min(parts - 1, 2)  # of a patch that are not the image's own
+        cells = ceil(length / parts) + sides * ceil(reach / 2 * length - ROUNDING)
+        largest.append(min(cells / max(length, 1), 1.0))
         total.append(min(1 + (parts - 1) * reach, parts))
     return Overlap(prod(largest), prod(total))
 
 
+def tile_bytes(
+    graph: Graph, name: str, tiles: Sequence[int], rows: Iterable[Sequence[int]]
+) -> float:
+    """Of a value, on the rank that has most of it: its tile, with the halo that is read by rows of
+    blocks, each of which runs at once."""
+    value, around = graph.value[name], (0.0,) * len(tiles)
+    if prod(tiles) == 1 or not _image(value, tiles):
+        return value.bytes
+    for row in rows:
+        reaches = _reaches(graph, row, len(tiles))
+        for _, reach in (reaches[i] for i in row if name in graph.blocks[i].reads):
+            around = tuple(map(max, around, reach))
+    return value.bytes * _overlap(value, tiles, around).largest
+
+
 def stored_values(graph: Graph, stage_of: Sequence[int], plan: Plan) -> dict[str, tuple[int, ...]]:
     """The values that streamed stages hand each other by way of a store, with the stages that read
-    them. What another stage reads too, or the loss, is whole on the device anyway."""
+    them: of one rank each, or of the same tiles of the same ranks. What another stage reads too, or
+    the loss, is on the device anyway."""
     readers: dict[str, list[int]] = {}
     for (_, target), names in crossings(graph, stage_of).items():
         for name in names:
@@ -77,11 +106,18 @@ def stored_values(graph: Graph, stage_of: Sequence[int], plan: Plan) -> dict[str
     for name, stages in readers.items():
         value, source = graph.value[name], stage_of[graph.producer[name]]
         policies = [plan.activations[s] for s in (source, *stages)]
-        alone = all(plan.sizes[s] == 1 for s in (source, *stages))  # tiles are whole on the device
-        boxed = alone and all(p.values and _image(value, p.patches) for p in policies)
+        alone = all(plan.sizes[s] == 1 for s in (source, *stages))
+        boxed = alone or _same_tiles(plan, (source, *stages))
+        boxed = boxed and all(p.values and _image(value, p.patches) for p in policies)
         if boxed and name not in graph.outputs:
             found[name] = tuple(sorted(stages))
     return found
+
+
+def _same_tiles(plan: Plan, stages: Sequence[int]) -> bool:
+    """Whether the same ranks have the same tiles of all these stages."""
+    places = {(plan.grids[s], plan.spatial_group_of(s, 0)) for s in stages}
+    return len(places) == 1 and bool(plan.grids[stages[0]].tiles)
 
 
 def _image(value: Value, grid: Sequence[int]) -> bool:
@@ -214,28 +250,32 @@ def streamed(
     """
     tiles, fine = _grids(grid, tiles)
     found, count = sweeps(graph, blocks), prod(grid)
-    seconds = {"f": 0.0, "i": 0.0, "w": 0.0}
     memory = _Memory(graph, blocks, found, fine, tiles, stored, carries=carries)
-    memory.halos_stored = link is not None
-    rows = [memory.overlaps(at) for at in range(len(found.blocks))]
-    for row, overlap in zip(found.blocks, rows, strict=True):
-        seconds["f"] += call * count * len(row)
-        for i in row:
-            part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
-            for kind in seconds:
-                if had := getattr(part, kind):
-                    work = (had - part.launch) * overlap[i].total / prod(tiles)
-                    seconds[kind] += share * work + part.launch * count
-    back = sum(seconds.values()) if cost.b else 0.0
     if link is not None:
         memory.stored_too(memory.stored)
-        forward, backward = memory.moved()
-        seconds["f"] = max(seconds["f"], forward / link.bandwidth)
-        back = max(back, backward / link.bandwidth) if back else 0.0
+        memory.halos_stored = True
+    rows = [memory.overlaps(at) for at in range(len(found.blocks))]
+    forward = back = 0.0
+    for at, row in enumerate(found.blocks):
+        overlap, unread = rows[at], memory.unread(at)
+        for i in row:
+            part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
+            much, launch = share * overlap[i].total / prod(tiles), part.launch * count
+            f, g, w = (
+                (x - part.launch) * much + launch if x else 0.0 for x in (part.f, part.i, part.w)
+            )
+            f += call * count
+            forward += 0.0 if memory.late(at) and not memory.hands_on(at) else f
+            back += g + w + (0.0 if i in unread else f)
+    back = back if cost.b else 0.0
+    if link is not None:
+        there, again = memory.moved()
+        forward = max(forward, there / link.bandwidth)
+        back = max(back, again / link.bandwidth) if back else 0.0
     pairs = [(costs[i], rows[k][i]) for k, row in enumerate(found.blocks) for i in row]
     return replace(
         cost,
-        f=seconds["f"],
+        f=forward,
         i=back,
         w=0.0,
         halves=1.0,
@@ -310,28 +350,17 @@ class _Memory:
 
     def bytes(self, name: str) -> float:
         """Of a rank's tile, with the halo that is read of it."""
-        value = self.graph.value[name]
-        if prod(self.tiles) == 1 or not _image(value, self.tiles):
-            return value.bytes
-        parts = []
-        readers = [self.found.blocks[k] for k in self.found.read.get(name, ())]
-        reach = [0.0] * len(self.tiles)
-        for row in readers:
-            around = [0.0] * len(self.tiles)
-            for i in row:
-                for axis, r in enumerate(self.graph.blocks[i].reach[-len(self.tiles) :]):
-                    around[axis] += r
-            reach = [max(a, b) for a, b in zip(reach, around, strict=True)]
-        lengths = value.shape[-len(self.tiles) :]
-        for length, n, beyond in zip(lengths, self.tiles, reach, strict=True):
-            sides = {1: 0.0, 2: 0.5}.get(n, 1.0)
-            parts.append(min(ceil(length / n) / max(length, 1) + sides * beyond, 1.0))
-        return value.bytes * prod(parts)
+        rows = [self.found.blocks[k] for k in self.found.read.get(name, ())]
+        return tile_bytes(self.graph, name, self.tiles, rows)
 
     def activations(self) -> float:
         kept = (*self.received, *self.stored, *self.ends)
         whole = sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
         return whole + (0 if self.halos_stored else self.halos())
+
+    def hands_on(self, at: int) -> bool:
+        """Whether patches of a sweep carry anything, so that they run forward."""
+        return bool(self.carried) and self.carried[at].halos > 0
 
     def halos(self) -> float:
         """Of all patches that carry."""
@@ -358,7 +387,8 @@ class _Memory:
             if not self.halos_stored:
                 freed += sum(sweep.halos for sweep in self.carried[at + 1 :])
             again = [i for i in row if not self._measured(at, i)]
-            patch = self._patch(at, again) + self._boxes(at, row) + self._loss(at)
+            patch = self._patch(at, again) + self._boxes(at, row)
+            patch += self._loss(at) + self._weights(row)
             most = max(most, patch + gradients - freed)
         return most
 
@@ -374,12 +404,40 @@ class _Memory:
             for place in sweep.places
         )
 
+    def _weights(self, row: Sequence[int]) -> float:
+        """The gradient that one of several patches makes of the largest weight, before it is added
+        to that of the patches before."""
+        names = {n for i in row for n in self.graph.blocks[i].parameters}
+        sizes = (self.graph.weight[n].bytes for n in names)
+        return max(sizes, default=0) if prod(self.fine) > prod(self.tiles) else 0
+
     def _measured(self, at: int, i: int) -> bool:
         """Whether a norm begins in a sweep, with what the sweep makes: backward then reads that
         where it is stored, before the patches."""
         block, made = self.graph.blocks[i], self.found.made
         here = [n for n in block.reads if made.get(n) == at and n not in self.in_store]
         return block.joins == 2 and bool(here) and any(made[n] > at for n in block.writes)
+
+    def late(self, at: int) -> bool:
+        """Whether patches run in backward only: their loss is not known before, and not needed."""
+        last = at == len(self.found.blocks) - 1
+        return last and any(self.found.made[n] == at for n in self.compared)
+
+    def unread(self, at: int) -> set[int]:
+        """The blocks that backward does not run again: nobody looks at what they make, as norms
+        that begin there read it where it is stored."""
+        blocks, found = self.graph.blocks, set[int]()
+        read = {n for n in self.compared if self.found.made[n] == at}
+        for i in reversed(self.found.blocks[at]):
+            block = blocks[i]
+            if self._measured(at, i):
+                continue
+            seen = not read.isdisjoint(block.writes)
+            if block.blind == 1 and not seen:
+                found.add(i)
+            if block.blind != 2 or seen:
+                read.update((*block.reads, *block.mutates))
+        return found
 
     def _loss(self, at: int) -> float:
         """What a cross-entropy saves of a patch: log-probabilities, and the targets."""
@@ -395,12 +453,14 @@ class _Memory:
     def _boxes(self, at: int, row: Sequence[int]) -> float:
         """Boxes of stored values in a sweep: of the next patch, read while one runs; of gradients
         that are added to; and of those of what it made, twice."""
-        overlap, value = self.overlaps(at), self.graph.value
+        reaches, value = _reaches(self.graph, row, len(self.fine)), self.graph.value
         found = 0.0
         for name in self.in_store:
             readers = [i for i in row if name in self.graph.blocks[i].reads]
             if readers and at in self.found.read.get(name, ()):
-                largest = max(overlap[i].largest for i in readers)
+                around = [reaches[i][1] for i in readers]
+                largest = max(_overlap(value[name], self.fine, one).largest for one in around)
+                largest = self.carried[at].largest(name) if self.carried else largest
                 found += value[name].bytes * largest * (1 + value[name].grad)
             if self.found.made.get(name) == at and value[name].grad:
                 found += value[name].bytes * self._own(at, name)

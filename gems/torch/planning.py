@@ -159,16 +159,19 @@ class Study:
         with _uncollected():
             if request.objective != "image":
                 return self.plan(request), self
-            sides = self.largest_sides(replace(request, objective="memory"))
+            sides, fitting = self._largest_sides(
+                replace(request, objective="memory"), MOST, levels()
+            )
             if not sides[-1][1]:
                 raise self.none_fits(request)
             study = self.at(sides[-1][1])
-            plan = study.plan(replace(request, objective="time"))
+            plan = study.plan(replace(request, objective="time"), fitting)
             return replace(plan, why=f"{plan.why}{gains(sides)}"), study
 
-    def plan(self, request: Request) -> Plan:
-        """The best plan, with its reasons; if none fits, an error has what would."""
-        found = self.search(request)
+    def plan(self, request: Request, fitting: Choice | None = None) -> Plan:
+        """The best plan, with its reasons; if none fits, an error has what would. One that is known
+        to fit is tried if no other does."""
+        found = self.search(request, first=fitting)
         best = chosen(found, "" if found.fitting else self.hint(request))
         self.compiled(best.plan, request).schedule  # noqa: B018  (validated, or an error)
         return replace(best.plan, why=f"images of {self.size}\n" + explain(found, self.samples))
@@ -216,12 +219,20 @@ class Study:
         wanted: Sequence[tuple[str, tuple[str, ...]]] = (),
     ) -> list[tuple[str, int]]:
         """The largest side with each technique on top of those before it, 0 if none fits; the last
-        is with all. Plans that fit one side are tried first on the next."""
+        is with all."""
+        return self._largest_sides(request, most, wanted or levels())[0]
+
+    def _largest_sides(
+        self, request: Request, most: int, wanted: Sequence[tuple[str, tuple[str, ...]]]
+    ) -> tuple[list[tuple[str, int]], Choice | None]:
+        """The same, and a plan that fits the last. Plans that fit one side are tried first on the
+        next."""
         if not self.images:
             raise PlanError("the sample holds no image, a tensor of three dims or more")
         paper = replace(self, costs="estimate")  # what fits does not depend on seconds
         studies: dict[int, Study] = {}
         first: Choice | None = None
+        fitting: dict[int, Choice | None] = {}
 
         def fits(side: int, request: Request) -> bool:
             nonlocal first
@@ -231,16 +242,16 @@ class Study:
             except GemsError:  # too small for the network, or more tiles than pixels
                 return False
             if found.fitting:
-                first = found.fitting[0].choice
+                first = fitting[side] = found.fitting[0].choice
             return bool(found.fitting)
 
         sides: list[tuple[str, int]] = []
         side = 0
-        for name, without in wanted or levels():
+        for name, without in wanted:
             limited = replace(request, without=(*request.without, *without))
             side = _largest(partial(fits, request=limited), STEP, most, side // STEP)
             sides.append((name, side))
-        return sides
+        return sides, fitting.get(side)
 
     def none_fits(self, request: Request) -> PlanError:
         return PlanError(

@@ -188,10 +188,11 @@ class TorchAdapter:
         return found
 
     def _stored_transfers(self, message: Message) -> list[Transfer]:
+        """Tiles are where they are read."""
         state, i = self.batches.at(message.micro_batch)
-        stored = self._stored(message)
+        sent = self._stored(message).difference(state.partitions[i].handed_on)
         found = state.partitions[i].message_transfers(message, i)
-        return [transfer for transfer in found if transfer.value.name in stored]
+        return [transfer for transfer in found if transfer.value.name in sent]
 
     @property
     def _messages(self) -> StoredMessages:

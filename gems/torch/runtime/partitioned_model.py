@@ -26,7 +26,12 @@ from gems.predict.streaming_cost import stored_values
 from gems.schedule.action import Message
 from gems.torch.offload.stored_value import StoredValue, ValueStore
 from gems.torch.runtime.codegen import Program
-from gems.torch.runtime.streamed_stages import entering_tiles, lay_out_stage, same_axes
+from gems.torch.runtime.streamed_stages import (
+    entering_tiles,
+    handed_on,
+    lay_out_stage,
+    same_axes,
+)
 from gems.torch.runtime.streaming import Stream
 from gems.torch.runtime.tiled_loss import TiledLoss
 from gems.torch.spatial.group import SpatialGroup
@@ -95,6 +100,12 @@ class PartitionedModel:
         names = stored_values(graph, [stage_of[i] for i in range(len(graph.blocks))], self.plan)
         laid = {n: self.streamed[stage_of[graph.producer[n]]] for n in names}
         return frozenset(n for n, x in laid.items() if n in x.layouts and n not in x.added)
+
+    @cached_property
+    def handed_on(self) -> dict[str, Layout]:
+        """Those of them that are in tiles, with their halos."""
+        readers = {n: [b for (_, b), v in self.crossing.items() if n in v] for n in self.stored}
+        return handed_on(self.stored, self.streamed, readers, self._source_of)
 
     def place_stored(self, value: Value, store: ValueStore) -> StoredValue:
         """Space for one of them, or its gradient."""
@@ -216,7 +227,8 @@ class PartitionedModel:
                 make(self.plan.fused_layers) if self.plan.fused_layers else self._best(stage, make)
             )
         except CallNotTileable as error:
-            raise PlanError(_not_tileable(calls, stage, grid, error)) from error
+            names = [call.name for call in self.calls(stage)]
+            raise PlanError(_not_tileable(names, stage, grid, error)) from error
 
     def _best(self, stage: int, make: Any) -> StageLayout:
         """Layers share a halo exchange while its messages would cost more than computing twice."""
@@ -342,8 +354,7 @@ class PartitionedModel:
         return self.unseen[stage, i]
 
 
-def _not_tileable(calls: Sequence[Call], stage: int, grid: Grid, error: CallNotTileable) -> str:
-    names = [call.name for call in calls]
+def _not_tileable(names: list[str], stage: int, grid: Grid, error: CallNotTileable) -> str:
     at = names.index(error.call.name)
     before = (
         f"the last that can be cut is {names[at - 1]}: let stage {stage} end there and leave "

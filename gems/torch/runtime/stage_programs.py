@@ -224,5 +224,6 @@ class StagePrograms:
         return Stream(
             record, model, outputs, layout, self.draws, device=self.device,
             memory_format=self.memory_format, weights=self.storages, around=self.autocast,
-            group=group, store=self.values, stored=partitioned.stored, loss=loss,
+            group=group, store=self.values, stored=partitioned.stored,
+            handed_on=partitioned.handed_on, loss=loss,
         )  # fmt: skip

@@ -4,7 +4,7 @@ boxes of the values that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gems.geometry.box import Box
+from gems.geometry.layout import Layout
 from gems.torch.autograd.saved_tensors import SavedTensors
 from gems.torch.offload.stored_value import StoredValue, ValueStore
 from gems.torch.runtime.codegen import Program, write
@@ -25,7 +26,7 @@ from gems.torch.tensors.memory_format import MemoryFormat
 from gems.torch.tensors.rng import Draws
 from gems.torch.tensors.strides import strided, tile_strides
 from gems.torch.tensors.wide import wide
-from gems.torch.tracing.calls import Record
+from gems.torch.tracing.calls import Call, Record
 
 Tensor = torch.Tensor
 Later = Callable[[], Tensor]
@@ -59,10 +60,12 @@ class StreamCode:
         group: SpatialGroup | None = None,
         store: ValueStore | None = None,
         stored: Set[str] = frozenset(),
+        handed_on: Mapping[str, Layout] | None = None,
         loss: bool = False,
     ) -> None:
         """`stored` are the inputs and outputs that are in the `store`; what sweeps hand each other
-        is there as well. With `loss`, backward begins at the output, which is one number."""
+        is there as well. Of those `handed_on` to other stages of the group a rank
+        has its tile with halos. With `loss`, backward begins at the output, which is one number."""
         self.layout, self.device, self.weights, self.around = layout, device, weights, around
         self.memory_format = memory_format or MemoryFormat()
         self.values, self.outputs = layout.record.values, tuple(outputs)
@@ -71,7 +74,7 @@ class StreamCode:
         self._sweeps()
         self.late = self._late() if loss else None
         self.frames = self._frames()
-        self.exchanges = {} if group is None else self._exchanges(group)
+        self.exchanges = {} if group is None else self._exchanges(group, handed_on or {})
         self.saved = SavedTensors()  # of this forward
         self.bytes = self.temporary = 0
         self.store = store
@@ -172,11 +175,14 @@ class StreamCode:
             found[name] = whole if name in self.own else boxes[self.group.me]
         return found
 
-    def _exchanges(self, group: SpatialGroup) -> dict[str, tuple[HaloExchange, Box]]:
-        """How a tile gets the halo that later sweeps read of a value, and what it then has."""
+    def _exchanges(
+        self, group: SpatialGroup, handed_on: Mapping[str, Layout]
+    ) -> dict[str, tuple[HaloExchange, Box]]:
+        """How a tile gets the halo that later sweeps, and stages, read of a value, and what it then
+        has."""
         found = {}
         for name, layout in self.layout.tiled(self.outputs).items():
-            have, want = layout.own_boxes(), layout.boxes()
+            have, want = layout.own_boxes(), handed_on.get(name, layout).boxes()
             if name in self.inputs or all(w in h for w, h in zip(want, have, strict=True)):
                 continue
             mine = want[group.me]
@@ -184,10 +190,10 @@ class StreamCode:
             found[name] = exchange, mine
         return found
 
-    def trained(self) -> list[nn.Parameter]:
-        """The weights of its calls that train."""
-        sweeps = self.layout.sweeps
-        calls = [call for sweep in sweeps for call in (*sweep.before, *sweep.calls)]
+    def trained(self, calls: Sequence[Call] | None = None) -> list[nn.Parameter]:
+        """The weights of these calls, or of all of its own, that train."""
+        if calls is None:
+            calls = [c for sweep in self.layout.sweeps for c in (*sweep.before, *sweep.calls)]
         names = {name for call in calls for name in call.attrs}
         return [p for n, p in self.model.named_parameters() if n in names and p.requires_grad]
 
@@ -225,7 +231,7 @@ class StreamCode:
             part = read_box(x, box).to(self.device, non_blocking=True)
             part = self.memory_format(part)
             return lambda: part
-        here = None if box is None or frame is None else inside(box, frame)
         if isinstance(x, StoredValue):
-            return x.begin(here).finish
+            return x.begin(None if box is None else inside(box, x.frame)).finish
+        here = None if box is None or frame is None else inside(box, frame)
         return lambda: x if here is None else x[here.slices()]

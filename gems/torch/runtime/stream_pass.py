@@ -202,6 +202,8 @@ class Pass:
         held = [g for parts in gradients.values() for g, _ in parts]
         held += [*self.sums.values(), *self.arrived.values()]
         size = sum(x.nbytes for x in held if isinstance(x, Tensor)) + most - self.freed
+        if prod(stream.layout.patches) > 1:  # one's gradient is added to that of those before
+            size += max((p.nbytes for p in stream.trained(swept.laid.calls)), default=0)
         stream.temporary = max(stream.temporary, size)
         self.freed += carried
 
@@ -250,11 +252,8 @@ class Pass:
             names = self._anywhere(names)
         for name in names:
             if name in stream.stored:
-                if (g := self._stored_gradient(name)) is not None:
-                    found[name] = [(g, g.frame)]
-                found.setdefault(name, []).extend((g, g.frame) for g in self.in_store.pop(name, ()))
-                if not found[name]:
-                    del found[name]
+                if parts := self._stored_gradients(name):
+                    found[name] = [(g, g.frame) for g in parts]
                 continue
             if name in stream.layout.added:
                 total = self._total(name)
@@ -277,17 +276,19 @@ class Pass:
         counts = group.all_reduce(torch.tensor(have, device=stream.device)).tolist()
         return [name for name, count in zip(names, counts, strict=True) if count]
 
-    def _stored_gradient(self, name: str) -> StoredValue | None:
-        """The same of one in a store."""
-        stream, g = self.stream, self.sums.pop(name, None)
+    def _stored_gradients(self, name: str) -> list[StoredValue]:
+        """The same of one in a store, of its own sweeps and of other stages."""
+        stream = self.stream
+        given = [self.sums.pop(name, None), *self.in_store.pop(name, ())]
+        parts: list[StoredValue] = [g for g in given if g is not None]
         if name in stream.exchanges:
-            exchange, _ = stream.exchanges[name]
-            g = stream.empty(name) if g is None else g
+            parts = parts or [stream.empty(name)]
+            for g in parts:
+                g.settle()
+            _return_halos(stream.exchanges[name][0], parts, stream.frames[name])
+        for g in parts:
             g.settle()
-            _return_halos(exchange, g, stream.frames[name])
-        if g is not None:
-            g.settle()
-        return g
+        return parts
 
     def _total(self, name: str) -> Tensor | None:
         """What sweeps summed of a gradient, with what another stage sent."""
@@ -361,10 +362,14 @@ class _Window:
         return self.x.begin(box.shift(self.own.start)).finish()
 
 
-def _return_halos(exchange: HaloExchange, g: StoredValue, own: Box) -> None:
-    """Send the gradient of halos to their owners, and add what they send of this tile."""
+def _return_halos(exchange: HaloExchange, parts: Sequence[StoredValue], own: Box) -> None:
+    """Send the gradient of halos, summed over its parts, to their owners, and add what they send of
+    this tile."""
+    g = parts[0]
     window = _Window(g, own)
-    halos = [g.begin(box).finish() for box in exchange.received]
+    halos = [
+        reduce(torch.add, (part.begin(box).finish() for part in parts)) for box in exchange.received
+    ]
     pending = exchange.start_backward(window, halos)  # type: ignore[arg-type]
     boxes = [box for group, _ in pending.arriving for box in group]
     for box, part in zip(boxes, pending.wait(), strict=True):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from torch import nn
 
 from gems.errors import PlanError
 from gems.geometry.grid import Grid
-from gems.geometry.layout import Layout, even
+from gems.geometry.layout import Layout, even, hulls
 from gems.torch.spatial.partition import CallNotTileable, spatial_dims
 from gems.torch.spatial.patch_layout import StreamLayout, lay_out_patches
 from gems.torch.tensors.rng import Draws
@@ -48,6 +49,26 @@ def _entering(
     spans = dict(zip(layout.dims, layout.own, strict=True))
     own = tuple(spans.get(dim, ((0, shape[dim]),)) for dim in dims)
     return Layout(shape, dims, own, own)
+
+
+def handed_on(
+    stored: Collection[str], streamed: Mapping[int, StreamLayout],
+    readers: Mapping[str, Sequence[int]], source_of: Callable[[str], int],
+) -> dict[str, Layout]:  # fmt: skip
+    """Of the values that are in a store and in tiles: what each rank has of them, its own tile with
+    the halos that the stages read which follow on the same ranks. No message carries them: who
+    makes a value asks for the halos."""
+    found = {}
+    for name in stored:
+        source = streamed[source_of(name)]
+        if prod(source.tiles) == 1:
+            continue
+        layout = source.tiled((name,))[name]
+        for stage in readers[name]:
+            have = streamed[stage].tiled(())[name].have
+            layout = replace(layout, have=hulls(layout.have, have))
+        found[name] = layout
+    return found
 
 
 def lay_out_stage(

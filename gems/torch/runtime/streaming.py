@@ -81,7 +81,9 @@ class _Streamed(torch.autograd.Function):
             {n: g for n, g in pairs if g is not None}, in_store.given, ctx.needs_input_grad[4:]
         )
         in_store.loss = () if one.loss is None else (one.loss,)
-        in_store.sums = {n: x for n, x in found.items() if n in stream.stored and x.written}
+        group = stream.group is not None  # all of its ranks do the same
+        stored = {n: x for n, x in found.items() if n in stream.stored}
+        in_store.sums = {n: x for n, x in stored.items() if x.written or group}
         for x in in_store.sums.values():
             x.settle()
         tensors = (None if n in stream.stored else found.get(n) for n in stream.inputs)

@@ -19,7 +19,6 @@ from the last to the first.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -45,6 +43,7 @@ from gems.torch.spatial.patch_layout import StreamLayout, alike, one_patch
 from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.spatial.tile import ForwardContext
 from gems.torch.spatial.tiled_stage import bind
+from gems.torch.spatial.unread_calls import unread
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call
 from gems.transport.protocol import Work
@@ -304,27 +303,6 @@ class Swept:
                 halos.done(patch.number)
         halos.finished()
         return most
-
-
-CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d}
-SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, operator.add}
-
-
-def unread(
-    calls: Sequence[Call], model: nn.Module, looking: Set[str] = frozenset()
-) -> frozenset[str]:
-    """The convolutions whose results backward does not look at, nor do calls between them and the
-    end: only sums do, and none of those `looking` at what they read."""
-    found, read = set(), set[str]()
-    for call in reversed(calls):
-        plain = not (call.mutates or call.overwrites or call.touches) and call.region is None
-        kind = call.function if call.module is None else type(model.get_submodule(call.module))
-        seen = not read.isdisjoint(call.writes)
-        if plain and not seen and kind in CONVOLUTIONS:
-            found.add(call.name)
-        if seen or not plain or kind not in SUMS or call.name in looking:
-            read.update((*call.reads, *call.overwrites, *(old for old, _ in call.mutates)))
-    return frozenset(found)
 
 
 def _up_to(calls: Sequence[Call], names: Set[str]) -> list[Call]:

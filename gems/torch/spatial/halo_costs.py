@@ -16,7 +16,9 @@ from gems.model.graph import ITEMSIZE, Flow, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.patch_layout import joined, unstreamable
 from gems.torch.spatial.rule import OWN
+from gems.torch.spatial.unread_calls import blind
 from gems.torch.tensors.rng import Draws
+from gems.torch.tracing.calls import Call
 from gems.torch.tracing.trace import Trace
 
 NUMBER = 4  # bytes of a number in a sum of statistics
@@ -69,6 +71,7 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             tiled=i in tiled,
             joins=joins.get(i, 0),
             flows=tuple(flows[i]),
+            blind=_blind(traced.calls(i), model),
         )
         for i, b in enumerate(graph.blocks)
     )
@@ -99,6 +102,11 @@ def _flows(layouts: Sequence[StageLayout], block_of: Mapping[str, int]) -> dict[
         sizes = tuple((name, n, op.values[name].bytes) for name, n in lengths.items())
         found[block_of[call.name]].append(Flow(tuple(reads), writes, sizes))
     return found
+
+
+def _blind(calls: Sequence[Call], model: nn.Module) -> int:
+    """Of a block, if it is one call."""
+    return blind(calls[0], model) if len(calls) == 1 else 0
 
 
 def _blocks(traced: Trace) -> dict[str, int]:
