@@ -475,10 +475,10 @@ def test_patches_that_are_alike_share_one_program() -> None:
 
 
 def test_the_planner_carries_halos_where_they_fit_and_reports_it() -> None:
-    model = build("unet", norm="none", width=4, levels=3)
-    sample = torch.empty(1, 3, 256, 256, device="meta")
+    model = build("unet", norm="none", width=16)
+    sample = torch.empty(1, 3, 512, 512, device="meta")
     options: dict[str, Any] = {"ranks": 1, "micro_batches": 1, "state": 0.0}
-    plan = gems.plan(model, sample, memory="8MiB", **options)
+    plan = gems.plan(model, sample, memory="75MiB", **options)
     assert plan.stream_halo == "carry" and "with halos carried" in plan.why
     # The least bytes, where the halos of so many patches do not fit the store.
     plan = gems.plan(model, sample, memory="1GiB", objective="memory", store="1MiB", **options)
