@@ -168,11 +168,10 @@ class Pass:
         gradients = self._gradients(swept.outputs)
         if swept.measuring is not None:
             self._measure_back(at, swept.measuring, gradients, arrived)
-        halos = self.halos.pop(at, Halos(True))
         if gradients or at == self.late:
             late = [n for n in swept.outputs if at == self.late]
             sums = {n: stream.empty(n) for n in late}
-            self._run_back(swept, gradients, self._receive, sums, halos)
+            self._run_back(swept, gradients, self._receive, sums, self.halos.pop(at))
             if sums:
                 _join(stream, sums)
                 self.loss = _finished(stream, at, sums)
