@@ -60,15 +60,29 @@ def trained(name: str, images: int, side: int, plan: Plan, boxes: bool = False) 
     target = target if wanted is target else torch.empty(0)
     sample = torch.empty(1, 3, side, side, device="meta")
     trainer = Trainer(model, network.loss, sgd, sample, plan, costs="estimate")
+    comes_and_goes = bool(plan.residency[0].weights_offload)
     with LiveBytes() as live:
+        if comes_and_goes:
+            hold_weights(trainer, live)
         trainer.step(Images(images, side), wanted)
-    if not plan.residency[0].weights_offload:
+    if not comes_and_goes:
         return live.peak + resident(model, target)
-    # Memory of weights that come and go is none that an operation makes: it is the engine's count,
-    # at its most. So is what an update brings back from disk, when all else is gone.
-    seen = trainer.timeline()
-    weights = max(m.weights for row in seen.memory for _, m in row)
-    return max(live.peak + weights + resident(nn.Module(), target), trainer.peak)
+    # What an update brings back from disk, when all else is gone, is the engine's count.
+    return max(live.peak + resident(nn.Module(), target), trainer.peak)
+
+
+def hold_weights(trainer: Trainer, live: LiveBytes) -> None:
+    """Let weights that come and go count while they are there, by the engine's account: no
+    operation makes their memory."""
+    session = trainer.session
+    counted = session.engine._count_state
+
+    def count() -> None:
+        counted()
+        live.hold(session.weights.resident_memory().weights)
+
+    session.engine._count_state = count  # type: ignore[method-assign]
+    live.hold(session.weights.resident_memory().weights)
 
 
 # --- the published schemes -----------------------------------------------------------------------

@@ -29,6 +29,7 @@ class LiveBytes:
 
     def __init__(self) -> None:
         self.live = 0
+        self.held = 0
         self.peak = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # A finalizer may run anywhere, also inside `_add` when the collector strikes there.
@@ -51,6 +52,12 @@ class LiveBytes:
         with self._lock:
             self.peak = self.live
 
+    def hold(self, size: int) -> None:
+        """So many bytes are there from now on that no operation makes: weights that come and go."""
+        with self._lock:
+            self.held = size
+            self.peak = max(self.peak, self.live + self.held)
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
@@ -66,7 +73,7 @@ class LiveBytes:
 
             self._alive[key] = weakref.ref(storage, gone)
             self.live += size
-            self.peak = max(self.peak, self.live)
+            self.peak = max(self.peak, self.live + self.held)
 
 
 class _Watch(TorchDispatchMode):
