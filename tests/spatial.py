@@ -59,6 +59,11 @@ def cut_at(shape: Sequence[int], dims: Sequence[int], points: Points) -> Layout:
     return Layout(tuple(shape), tuple(dims), spans, spans)
 
 
+def _whole(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The same tensors in one tile."""
+    return {name: even(x.shape, x.dims, (1,) * len(x.dims)) for name, x in layouts.items()}
+
+
 @dataclass
 class Seen:
     """What one run of a model gave, by name."""
@@ -152,12 +157,23 @@ class Plain:
         return ranks
 
     def stream(
-        self, grid: Sequence[int], points: Points | Mapping[str, Points] | None = None
+        self,
+        grid: Sequence[int],
+        points: Points | Mapping[str, Points] | None = None,
+        *,
+        carry: bool = False,
     ) -> Stream:
         """The same on one rank, patch after patch, and compare."""
         model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
         entering = self.layouts(grid, points)
-        laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs)
+        parts = next(iter(entering.values())).grid
+        if carry:
+            laid = lay_out_patches(
+                self.record, model, calls, _whole(entering), draws, self.outputs, parts,
+                entering, carry=True,
+            )  # fmt: skip
+        else:
+            laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs)
         device, weights = torch.device("cpu"), {storage_of(p) for p in model.parameters()}
         stream = Stream(
             self.record, model, self.outputs, laid, draws,
@@ -173,18 +189,26 @@ class Plain:
         self.compare([Rank(outputs, gradients, buffers, stream.temporary, nothing, nothing, None)])
         return stream
 
-    def stream_tiles(self, tiles: Sequence[int], patches: Sequence[int]) -> None:
+    def stream_tiles(
+        self, tiles: Sequence[int], patches: Sequence[int], *, carry: bool = False
+    ) -> None:
         """The same over ranks that run the patches of a tile each."""
-        self.compare(run(prod(tiles), lambda transport: self._streaming(transport, tiles, patches)))
+        self.compare(
+            run(prod(tiles), lambda transport: self._streaming(transport, tiles, patches, carry))
+        )
 
-    def _streaming(self, transport: Local, tiles: Sequence[int], patches: Sequence[int]) -> Rank:
+    def _streaming(
+        self, transport: Local, tiles: Sequence[int], patches: Sequence[int], carry: bool
+    ) -> Rank:
         model, draws, calls = copy.deepcopy(self.model), _draws(), self.record.calls
         entering = {
             name: even(x.shape, range(x.dim() - len(tiles), x.dim()), tiles)
             for name, x in zip(self.record.inputs, self.inputs, strict=True)
             if x.dim() >= len(tiles) + 2
         }
-        laid = lay_out_patches(self.record, model, calls, entering, draws, self.outputs, patches)
+        laid = lay_out_patches(
+            self.record, model, calls, entering, draws, self.outputs, patches, carry=carry
+        )
         axes, members = tuple(n for n in tiles if n > 1), tuple(range(transport.world))
         group = SpatialGroup(axes, members, transport.rank, transport)
         stream = Stream(

@@ -39,6 +39,7 @@ def test_the_cases_have_all_there_is() -> None:
     for name in (
         "spatial",
         "stream",
+        "stream_halo",
         "zero",
         "offload",
         "local_dp",

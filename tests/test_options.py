@@ -144,6 +144,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("--no-enable-master-comm-opt", {"grad_sync": "end"}),
     ("--recompute always", {"recompute": "always"}),
     ("--stages 2 --ranks 1 --schedule sequential --stream 2x2", {"stream": ((2, 2),)}),
+    ("--stages 2 --stream 2x2 --stream-halo carry", {"stream_halo": "carry"}),
     ("--data 2 --zero 2", {"zero": 2}),
     ("--offload activations:disk", {"offload": ("activations:disk",)}),
     ("--stages 2 --ranks 1 --schedule l2l --optimizer-step eager", {"optimizer_step": "eager"}),

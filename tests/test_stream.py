@@ -118,10 +118,12 @@ def tried(number: int, run: Any) -> bool:
 
 @pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
 def test_a_generated_network_does_the_same_block_by_block(number: int) -> None:
+    """Every other one carries halos."""
+
     def streamed(tried: int, plain: Plain) -> None:
         shape = tuple(plain.inputs[0].shape)
         cut = some_cut(Random(f"cut {tried}"), shape, GRIDS[len(shape) - 2])
-        plain.stream(cut["grid"], cut["points"])
+        plain.stream(cut["grid"], cut["points"], carry=number % 2 == 1)
 
     numbers = range(number, number + 50 * CASES, CASES)
     assert any(tried(k, lambda plain, k=k: streamed(k, plain)) for k in numbers)
@@ -129,11 +131,13 @@ def test_a_generated_network_does_the_same_block_by_block(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(CASES), ids=lambda n: f"case_{n}_")
 def test_a_generated_network_does_the_same_by_blocks_of_tiles(number: int) -> None:
+    """Every other one carries halos from block to block of a tile."""
+
     def streamed(tried: int, plain: Plain) -> None:
         r = Random(f"tiles {tried}")
         dims = plain.inputs[0].dim() - 2
         tiles = r.choice([t for t in TILES if len(t) == dims])
-        plain.stream_tiles(tiles, [r.randint(1, 3) for _ in tiles])
+        plain.stream_tiles(tiles, [r.randint(1, 3) for _ in tiles], carry=number % 2 == 1)
 
     numbers = range(number, number + 50 * CASES, CASES)
     assert any(tried(k, lambda plain, k=k: streamed(k, plain)) for k in numbers)

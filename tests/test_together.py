@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.fields import SCHEDULES as ALL
 from gems.plans.offload import WHERE
 from gems.plans.plan import Plan
+from gems.plans.streaming import STREAM_HALOS
 from gems.schedule.action import Kind
 from gems.schedule.build import lowered
 from tests.exact import Outcome, batches, plainly, same_state
@@ -108,7 +110,8 @@ def drawn(number: int) -> tuple[Plan, bool]:
         if plan.world <= RANKS and plan.total <= SAMPLES:
             if plan.zero and all(len(holders) == 1 for holders in plan.replica_groups):
                 continue
-            return plan, norm
+            halo = Random(f"halo {number}").choice(STREAM_HALOS)
+            return (replace(plan, stream_halo=halo) if plan.stream else plan), norm
 
 
 def model(norm: bool) -> nn.Module:
@@ -156,6 +159,7 @@ def test_the_cases_say_all_there_is() -> None:
         lambda p: p.cut and p.recompute != "never" and p.offload,
         lambda p: p.bidirectional and p.offload and p.zero,
         lambda p: p.stream and p.offload,
+        lambda p: p.stream_halo == "carry",
         lambda p: p.ranks < p.depth and p.offload,
         lambda p: p.data > 1 and p.cut and p.zero,
     ):

@@ -26,6 +26,7 @@ from gems.planner.search import search
 from gems.planner.two_buffers import step_seconds
 from gems.plans.fields import BATCHES
 from gems.plans.plan import Plan
+from gems.plans.streaming import STREAM_HALOS
 from gems.predict.memory_trace import live
 from gems.predict.simulate import simulate, virtual
 from gems.predict.timeline import Event, Timeline
@@ -167,18 +168,21 @@ def test_a_flush_changes_nothing_but_when_things_are_done() -> None:
         same_state(state, expected[1])
 
 
-def test_a_stage_may_stream() -> None:
+@pytest.mark.parametrize("halo", STREAM_HALOS)
+def test_a_stage_may_stream(halo: str) -> None:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3)]
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, padding=1)]
+    layers += [nn.Flatten(), nn.Linear(144, 3)]
     model, data = nn.Sequential(*layers).double(), batches((6, 2, 6, 6), 3, 4, torch.float64)
-    plan = Plan(stages=2, micro_batches=3, stream=("2x2",), schedule="2bw")
+    plan = Plan(stages=2, micro_batches=3, stream=("2x2",), schedule="2bw", stream_halo=halo)
     expected = by_equation(model, data, 3, MAKERS["adam"])
     losses, state = trained(plan, model, data, MAKERS["adam"])
     assert losses == pytest.approx(expected[0], rel=1e-10)
     same_state(state, expected[1])
 
 
-def test_the_loss_of_a_streamed_stage_is_known_before_its_backward() -> None:
+@pytest.mark.parametrize("halo", STREAM_HALOS)
+def test_the_loss_of_a_streamed_stage_is_known_before_its_backward(halo: str) -> None:
     """It is reported once forwards are done, where with other schedules backward computes it."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)]
@@ -187,7 +191,8 @@ def test_the_loss_of_a_streamed_stage_is_known_before_its_backward() -> None:
         (torch.randn(6, 2, 6, 6, dtype=torch.float64), torch.randint(3, (6, 6, 6), generator=draw))
         for _ in range(3)
     ]
-    plan = Plan(stages=2, micro_batches=3, stream=("2x2", "2x2"), schedule="2bw")
+    streams = ("2x2", "2x2")
+    plan = Plan(stages=2, micro_batches=3, stream=streams, schedule="2bw", stream_halo=halo)
     expected = by_equation(model, data, 3, MAKERS["momentum"])
     losses, state = trained(plan, model, data, MAKERS["momentum"])
     assert losses == pytest.approx(expected[0], rel=1e-10)

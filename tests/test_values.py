@@ -30,6 +30,7 @@ from gems.files import from_json
 from gems.geometry.box import Box, tiles
 from gems.model.graph import Value
 from gems.plans.plan import Plan
+from gems.plans.streaming import STREAM_HALOS
 from gems.predict.memory_trace import live
 from gems.torch.offload.stored_value import StoredValue, ValueStore
 from gems.torch.offload.stores import make_store
@@ -168,8 +169,9 @@ def a_plan(r: Random, model: nn.Module, dims: int) -> Plan:
     grids = [tuple(r.randint(1, 3) for _ in range(dims)) for _ in stages]
     ways: list[dict[str, Any]] = [{"ranks": 1, "schedule": "sequential"}, {"micro_batches": 2}]
     ways += [{"schedule": "gems", "replications": 1}, {"schedule": "zero-bubble"}]
-    offload = f"values:{r.choice(('host', 'disk'))}"
-    return Plan(stages=stages, stream=grids, offload=offload, **r.choice(ways))
+    offload, way = f"values:{r.choice(('host', 'disk'))}", r.choice(ways)
+    halo = r.choice(STREAM_HALOS)
+    return Plan(stages=stages, stream=grids, stream_halo=halo, offload=offload, **way)
 
 
 def compared(number: int) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from benchmarks.where import where
 from gems.models import build
 from gems.plans.plan import Plan
+from gems.plans.streaming import STREAM_HALOS
 from gems.torch.trainer import Trainer
 
 Tensor = torch.Tensor
@@ -70,6 +71,7 @@ def main() -> None:
     ask.add_argument("--width", type=int, default=16, help="of the U-Net")
     ask.add_argument("--side", type=int, default=256)
     ask.add_argument("--stream", default="4x4", help="one grid, or one per stage by comma")
+    ask.add_argument("--halo", default="recompute", choices=STREAM_HALOS, help="of patches")
     ask.add_argument("--stages", default="1", help="a number, or layers that begin stages")
     ask.add_argument("--steps", type=int, default=3)
     ask.add_argument("--profile", action="store_true")
@@ -78,8 +80,9 @@ def main() -> None:
     torch.manual_seed(1)
     image, wanted = torch.randn(1, 3, given.side, given.side), target(given.network, given.side)
     plan = Plan(
-        stages=int(given.stages), ranks=1, stream=given.stream.split(","), schedule="sequential"
-    )
+        stages=int(given.stages), ranks=1, stream=given.stream.split(","), schedule="sequential",
+        stream_halo=given.halo,
+    )  # fmt: skip
     ways = {
         "plain": plainly(network(given.network, given.width), image, wanted),
         "streamed": streamed(network(given.network, given.width), image, wanted, plan),
@@ -93,7 +96,8 @@ def main() -> None:
     ratios = [b / a for a, b in zip(taken["plain"], taken["streamed"], strict=True)]
     print(where())
     print(
-        f"{given.network}, {given.side}², {given.stream} patches, {given.stages} stage(s): plain "
+        f"{given.network}, {given.side}², {given.stream} patches, {given.halo}, {given.stages} "
+        "stage(s): plain "
         f"{median(taken['plain']):.2f} CPU s, streamed {median(taken['streamed']):.2f}, ratio "
         f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     )

@@ -20,6 +20,7 @@ from gems.plans.fields import (
 from gems.plans.offload import offload_of
 from gems.plans.plan import Plan
 from gems.plans.recompute import parse_recompute
+from gems.plans.streaming import STREAM_HALOS
 
 PLAN = {
     "--split-size --stages": count(1, "pipeline stages of the model (default 1)", dest="stages"),
@@ -112,6 +113,12 @@ PLAN = {
         "or one grid for each of the first stages as in 4x4,2x2",
         "G",
     ),
+    "--stream-halo": choice(
+        STREAM_HALOS,
+        "recompute",
+        "with --stream: what patches read around their own cells is computed again by each "
+        "(recompute, default), or once, and halos are handed on from patch to patch (carry)",
+    ),
     "--zero": choice(
         ZERO,
         0,
@@ -167,6 +174,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
         grad_sync="auto" if given.enable_master_comm_opt else "end",
         recompute=parse_recompute(given.recompute),
         stream=tuple(filter(None, given.stream.split(","))),
+        stream_halo=given.stream_halo,
         zero=given.zero,
         offload=offload_of(given.offload),
         optimizer_step=given.optimizer_step,

@@ -226,6 +226,14 @@ def moves(have: Sequence[Box], want: Sequence[Box]) -> tuple[Move, ...]:
     return tuple(sorted(found))
 
 
+def moves_of(rank: int, have: Sequence[Box], want: Sequence[Box]) -> tuple[Move, ...]:
+    """Those of `moves` that a rank has a part in."""
+    mine = have[rank]
+    targets = (t for t, wanted in enumerate(want) if t == rank or mine.meets(wanted))
+    found = (move for target in targets for move in _deliveries(have, want[target], target))
+    return tuple(sorted(move for move in found if rank in (move.source, move.target)))
+
+
 def _deliveries(have: Sequence[Box], wanted: Box, target: int) -> Iterator[Move]:
     taken: list[Box] = []
     for source in _nearest_first(target, len(have)):

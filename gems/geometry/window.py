@@ -129,3 +129,49 @@ class Shrink:
 
     def follow(self, c: int) -> int:
         return (2 * c + self.times) // (2 * self.times)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Any window far from the border of the image, as four numbers: what output o reads begins at
+    the largest whole number up to (o times + low) / per, and ends so many outputs on."""
+
+    times: int
+    low: int
+    high: int
+    per: int = 1
+
+    def reads(self, a: int, b: int) -> Span:
+        return (self.times * a + self.low) // self.per, -(-(self.times * b + self.high) // self.per)
+
+    def follow(self, c: int) -> int:
+        return (2 * c * self.per + self.times) // (2 * self.times) if self.times else c
+
+
+MIDDLE = 64  # outputs that are looked at for a line
+
+
+def line(window: Window, length: int, outputs: int) -> Line:
+    """The line of a window over `length` inputs, from outputs in the middle."""
+    times, per = _slope(window, length, outputs)
+    at = range(max(outputs // 2 - MIDDLE, 0), max(min(outputs // 2 + MIDDLE, outputs), 1))
+    spans = [(o, *window.reads(o, o + 1)) for o in at] if outputs else [(0, 0, 1)]
+    low = min(a * per + per - 1 - times * o for o, a, _ in spans)
+    high = max((b - 1) * per + 1 - times * (o + 1) for o, _, b in spans)
+    return Line(times, low, high, per)
+
+
+def _slope(window: Window, length: int, outputs: int) -> tuple[int, int]:
+    """How many inputs on per output."""
+    inner = getattr(window, "slide", window)
+    if isinstance(inner, Slide):
+        return inner.stride, 1
+    if isinstance(inner, Spread):
+        return 1, inner.stride
+    if isinstance(inner, Grow):
+        return 1, inner.times
+    if isinstance(inner, Shrink):
+        return inner.times, 1
+    if isinstance(inner, Taps):
+        return length, max(outputs, 1)
+    return (1, 1) if isinstance(inner, Same) else (0, 1)

@@ -9,6 +9,8 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from gems.geometry.window import Line
+
 ITEMSIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -35,6 +37,20 @@ class Value:
     @cached_property
     def bytes(self) -> int:
         return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A call on an image as cuts of it see the call.
+
+    `reads` has for each image the windows through which its results see it, one per spatial dim;
+    None for what is summed up over. `sizes` are the lengths along these dims, and the bytes, of the
+    images that it reads and `writes`.
+    """
+
+    reads: tuple[tuple[str, tuple[Line, ...] | None], ...]
+    writes: tuple[str, ...]
+    sizes: tuple[tuple[str, tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,8 @@ class Block:
     may run in patches, one after the other, to the end of this block, and `tiled` blocks work on
     it. With `joins`, what a block gives needs all of the image: 1 if it is whole, 2 if the block
     then reads the image again (a norm). `blind` blocks run backward without a look at what they
-    make: 1 a convolution, 2 a sum, which does not look at what it reads either. Empty and 0 where
+    make: 1 a convolution, 2 a sum, which does not look at what it reads either. `flows` are its
+    calls on the image. Empty and 0 where
     nobody has looked.
     """
 
@@ -89,6 +106,7 @@ class Block:
     streams: bool = False
     tiled: bool = False
     joins: int = 0
+    flows: tuple[Flow, ...] = ()
     blind: int = 0
 
 

@@ -12,6 +12,7 @@ from gems.planner.partition import streaming_blocks
 from gems.plans.fields import ASYNCHRONOUS
 from gems.plans.plan import Plan
 from gems.plans.recompute import Recompute
+from gems.predict.streaming_cost import overlaps, sweeps
 from gems.schedule.build import BY_SAMPLE
 
 UNITS = (4, 16)  # stages of one rank, to be unsharded one after the other
@@ -19,6 +20,7 @@ APART = (4, 16, 64, 128)  # the same, of which one or two are on the device at a
 LONG = 2048  # times that ranks run a stage in a step of a copy: it takes long to simulate more
 STREAMED = (1, 2, 3, 5, 6, 16)  # stages over patches, on the same ranks
 SOME_TIMES, MANY_TIMES = 3, 16  # of these, from how many on weights are stored too, or always
+TWICE = 1.1  # of the work of patches that is done twice or more: from here on carrying may pay
 SMALL = 512  # stages x micro-batches up to which the greedy generator tries all it knows
 
 
@@ -125,7 +127,8 @@ def streaming(
             if times <= reach:
                 for choice in _streaming(graph, reach, p, m, parts, times, place):
                     if schedule in ("", choice.plan.schedule):
-                        yield replace(choice, plan=replace(choice.plan, data=copies))
+                        one = replace(choice, plan=replace(choice.plan, data=copies))
+                        yield from _with_halos(graph, reach, parts, one)
 
 
 def _streaming(
@@ -155,6 +158,21 @@ def _streaming(
             stream=(patches,) * times, placement=(group,) * times + (0,) * bool(rest),
         )  # fmt: skip
         yield from _with_stores("streaming on tiles", plan, times, place)
+
+
+def _with_halos(
+    graph: Graph, reach: int, patches: tuple[int, ...], choice: Choice
+) -> Iterator[Choice]:
+    """Patches that recompute their halos; and that carry them, if they compute much twice."""
+    yield choice
+    done = once = 0.0
+    for row in sweeps(graph, range(reach)).blocks:
+        overlap = overlaps(graph, row, patches)
+        once += sum(graph.blocks[i].flops for i in row)
+        done += sum(graph.blocks[i].flops * overlap[i].total for i in row)
+    if done > TWICE * once:
+        carried = replace(choice.plan, stream_halo="carry")
+        yield Choice(f"{choice.family}, halos carried", carried)
 
 
 def _with_stores(family: str, plan: Plan, times: int, place: str) -> Iterator[Choice]:

@@ -155,4 +155,5 @@ def _lump(blocks: Sequence[Block], needed: set[str]) -> Block:
         streams=blocks[-1].streams,
         tiled=any(b.tiled for b in blocks),
         joins=max(b.joins for b in blocks),
+        flows=tuple(flow for b in blocks for flow in b.flows),
     )

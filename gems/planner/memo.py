@@ -77,7 +77,9 @@ class Memo:
         if stage_of not in self._whole:
             self._whole[stage_of] = of_stages(self.costs, self.graph, stage_of)
         links = plan.spatial_groups[0] if plan.cut else None  # that messages go over
-        saved = tuple((x.recompute, x.patches, x.values, x.partitioned) for x in plan.activations)
+        saved = tuple(
+            (x.recompute, x.patches, x.carries, x.values, x.partitioned) for x in plan.activations
+        )
         key = (stage_of, plan.grids, saved, links)
         if key not in self._prices:
             self._prices[key] = price(

@@ -14,6 +14,8 @@ class ActivationPolicy:
     recompute    `never`, `always`, `except_last`, `auto`, or the modules that are recomputed
     patches      the grid of patches that the stage runs one after the other; () if it runs at once.
                  Such a stage saves its inputs, and each patch is recomputed inside backward
+    carries      whether patches hand on halos of what later ones read, which are saved too,
+                 instead of computing halos again
     offload      where saved tensors wait: "" for the device, `host` or `disk`
     values       where a streamed stage finds what other streamed stages hand it, and puts what it
                  hands them: "" for the device, `host` or `disk`
@@ -22,6 +24,7 @@ class ActivationPolicy:
 
     recompute: StageRecompute = "never"
     patches: tuple[int, ...] = ()
+    carries: bool = False
     offload: str = ""
     values: str = ""
     partitioned: bool = False

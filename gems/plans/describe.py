@@ -49,9 +49,10 @@ def offloaded(plan: Plan) -> list[str]:
 def streamed(plan: Plan) -> str:
     """The patches that its first stages run one after the other."""
     words = [str(Grid(tiles=policy.patches)) for policy in plan.activations if policy.patches]
+    carries = " with halos carried" if plan.stream_halo == "carry" else ""
     if len(words) > 1 and len(set(words)) == 1:
-        return f"{words[0]} in {len(words)} stages"
-    return ", ".join(words)
+        return f"{words[0]} in {len(words)} stages{carries}"
+    return ", ".join(words) + carries
 
 
 def recomputes(plan: Plan) -> bool:

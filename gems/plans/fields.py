@@ -63,6 +63,8 @@ class PlanFields:
                    `except_last`, `auto`, or names of modules; for all stages, or one for each
     stream         the grid of patches that each of the first stages runs one after the other, of
                    the image or of each tile, saving only its inputs: written like `spatial`
+    stream_halo    what patches read around their own cells: `recompute`, each computes its halos
+                   itself; or `carry`, each cell is computed once, and halos are handed on
     zero           what the replica group of a stage shards: 1 the optimizer's state, 2 gradients
                    too, once they are reduced, 3 the weights too, unsharded when needed
     offload        state that is moved out while it is not needed: `activations`, `weights`,
@@ -95,6 +97,7 @@ class PlanFields:
     grad_sync: str = "auto"
     recompute: Recompute = "never"
     stream: Spatial = ()
+    stream_halo: str = "recompute"
     zero: int = 0
     offload: Offload = ()
     partition_activations: bool = False

@@ -149,9 +149,16 @@ class Plan(PlanFields):
     def activations(self) -> tuple[ActivationPolicy, ...]:
         """For each stage what it saves for backward, where, and how the rest comes back."""
         offload, values = (place_of(self.offload, what) for what in ("activations", "values"))
-        parts = self.partition_activations
+        parts, carry = self.partition_activations, self.stream_halo == "carry"
         return tuple(
-            ActivationPolicy(recompute, patches, offload, values if patches else "", parts)
+            ActivationPolicy(
+                recompute,
+                patches,
+                carry and bool(patches),
+                offload,
+                values if patches else "",
+                parts,
+            )
             for recompute, patches in zip(self.recompute_by_stage, self.streams, strict=True)
         )
 

@@ -93,7 +93,11 @@ def plan_problems(plan: PlanFields) -> Iterable[str]:
     yield from halo_problems(plan.halo, plan.fused_layers, spatial=exchanging)
     yield from recompute_problems(plan.recompute, plan.depth)
     yield from stream_problems(
-        tiles_of(plan.stream), plan.grids[: plan.depth], plan.recompute, plan.local_dp
+        tiles_of(plan.stream),
+        plan.stream_halo,
+        plan.grids[: plan.depth],
+        plan.recompute,
+        plan.local_dp,
     )
     yield from _placement_problems(plan)
     yield from _balance_problems(plan)

@@ -51,10 +51,13 @@ def price(
             call, policy = machine.device.call, plan.activations[stage]
             link = machine.way_to(policy.values) if policy.values else None
             cost = streamed(
-                alone, graph, blocks, mine, policy.patches, call, grid.tiles, stored, link
-            )
+                alone, graph, blocks, mine, policy.patches, call, grid.tiles, stored, link,
+                carries=policy.carries,
+            )  # fmt: skip
             if policy.values:
-                inner += inner_stored(graph, stage, mine, policy.patches, grid.tiles)
+                inner += inner_stored(
+                    graph, stage, mine, policy.patches, grid.tiles, carries=policy.carries
+                )
         items.append(_counted(cost, alone, graph, mine))
     crossing = crossings(graph, stage_of) if stored else {}
     messages = tuple(

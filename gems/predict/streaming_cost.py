@@ -7,6 +7,7 @@
 
 R adds up over the layers from the last to the first of a sweep: the first layers do most of the
 work twice. Where all of the image is needed a sweep ends, and what the next ones read is stored.
+Patches that carry do no work twice, and save halos (carried_cost.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gems.model.costs import Cost, Costs, StoredBytes
 from gems.model.graph import Graph, Value, crossings
 from gems.model.sweeps import Step, assign
 from gems.plans.plan import Plan
+from gems.predict.carried_cost import CarriedSweep
 
 TARGET = 8  # bytes of a class in a target
 ROUNDING = 1e-6  # of a cell
@@ -169,12 +171,15 @@ def _sweeps(graph: Graph, blocks: Sequence[int]) -> Sweeps:
 
 
 def inner_stored(
-    graph: Graph, stage: int, blocks: Sequence[int], grid: Sequence[int], tiles: Sequence[int]
-) -> list[StoredBytes]:
-    """What the sweeps of a stage hand each other by way of a store."""
+    graph: Graph, stage: int, blocks: Sequence[int], grid: Sequence[int], tiles: Sequence[int],
+    *, carries: bool,
+) -> list[StoredBytes]:  # fmt: skip
+    """What the sweeps of a stage hand each other by way of a store, and their patches."""
     found = sweeps(graph, blocks)
-    memory = _Memory(graph, blocks, found, grid, tiles or (1,) * len(grid))
-    return [
+    tiles, fine = _grids(grid, tiles)
+    memory = _Memory(graph, blocks, found, fine, tiles, carries=carries)
+    halos = round(memory.halos())
+    return [StoredBytes(stage, (stage,), halos, False)] * bool(halos) + [
         StoredBytes(stage, (stage,), round(memory.bytes(n)), graph.value[n].grad)
         for n in memory.stored
         if n not in memory.given
@@ -207,6 +212,22 @@ def workspace(
     return sum(found.values())
 
 
+def saved_storages(
+    graph: Graph, blocks: Sequence[int], stored: Collection[str]
+) -> list[tuple[int, str, int]]:
+    """What backward keeps of a sweep, each storage once: the block that saves it, the image of
+    which it is the memory, if of any, and its bytes. Of what the sweep reads as in `workspace`."""
+    mine, images = set(blocks), {v.storage: v.name for v in reversed(graph.values)}
+    found: dict[int, tuple[int, str, int]] = {}
+    for i in blocks:
+        for storage, size in graph.blocks[i].saves:
+            name = images.get(storage, "")
+            maker = graph.producer.get(name, ENTERING) if name else i
+            if maker in mine or maker == ENTERING or name in stored or graph.blocks[i].joins == 2:
+                found.setdefault(storage, (i, name, size))
+    return list(found.values())
+
+
 def streamed(
     cost: Cost,
     graph: Graph,
@@ -217,6 +238,8 @@ def streamed(
     tiles: Sequence[int] = (),
     stored: Collection[str] = (),
     link: Link | None = None,
+    *,
+    carries: bool = False,
 ) -> Cost:
     """What a stage costs that runs patch by patch, and again in backward, weights and all. Python
     takes `call` for each, however small. On `tiles`, each rank runs the patches of its own.
@@ -225,16 +248,16 @@ def streamed(
     nothing; boxes of that, and with a `link` to a store of what its sweeps hand each other, go over
     the link beside the work.
     """
-    tiles = (1,) * (len(grid) - len(tiles)) + tuple(tiles)
-    grid = (1,) * (len(tiles) - len(grid)) + tuple(grid)
-    fine = tuple(a * b for a, b in zip(tiles, grid, strict=True))
+    tiles, fine = _grids(grid, tiles)
     found, count = sweeps(graph, blocks), prod(grid)
-    memory = _Memory(graph, blocks, found, fine, tiles, stored)
+    memory = _Memory(graph, blocks, found, fine, tiles, stored, carries=carries)
     if link is not None:
         memory.stored_too(memory.stored)
+        memory.halos_stored = True
+    rows = [memory.overlaps(at) for at in range(len(found.blocks))]
     forward = back = 0.0
     for at, row in enumerate(found.blocks):
-        overlap, unread = overlaps(graph, row, fine), memory.unread(at)
+        overlap, unread = rows[at], memory.unread(at)
         for i in row:
             part, share = costs[i], 0.5 if graph.blocks[i].joins == 2 else 1.0
             much, launch = share * overlap[i].total / prod(tiles), part.launch * count
@@ -242,14 +265,13 @@ def streamed(
                 (x - part.launch) * much + launch if x else 0.0 for x in (part.f, part.i, part.w)
             )
             f += call * count
-            forward += 0.0 if memory.late(at) else f
+            forward += 0.0 if memory.late(at) and not memory.hands_on(at) else f
             back += g + w + (0.0 if i in unread else f)
     back = back if cost.b else 0.0
     if link is not None:
         there, again = memory.moved()
         forward = max(forward, there / link.bandwidth)
         back = max(back, again / link.bandwidth) if back else 0.0
-    rows = [overlaps(graph, row, fine) for row in found.blocks]
     pairs = [(costs[i], rows[k][i]) for k, row in enumerate(found.blocks) for i in row]
     return replace(
         cost,
@@ -263,12 +285,19 @@ def streamed(
     )
 
 
+def _grids(grid: Sequence[int], tiles: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tiles, and the patches of all of them, over as many axes."""
+    tiles = (1,) * (len(grid) - len(tiles)) + tuple(tiles)
+    grid = (1,) * (len(tiles) - len(grid)) + tuple(grid)
+    return tiles, tuple(a * b for a, b in zip(tiles, grid, strict=True))
+
+
 class _Memory:
     """Bytes of a streamed stage on a rank."""
 
     def __init__(
         self, graph: Graph, blocks: Sequence[int], found: Sweeps, fine: Sequence[int],
-        tiles: Sequence[int], in_store: Collection[str] = (),
+        tiles: Sequence[int], in_store: Collection[str] = (), *, carries: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.found, self.fine, self.tiles = graph, found, fine, tiles
         mine = set(blocks)
@@ -283,6 +312,26 @@ class _Memory:
         self.ends = [n for n in self.given if n in graph.outputs]
         self.stored = [n for n in found.read if n in found.made and self._image(n)]
         self.in_store = set(in_store)
+        self.carried: list[CarriedSweep] = []
+        self.halos_stored = False
+        if carries:
+            parts = [n // t for n, t in zip(fine, tiles, strict=True)]
+            later = {*self.given, *self.compared, *found.read}
+            self.carried = [
+                CarriedSweep(graph, row, found.made, at, tiles, parts, later)
+                for at, row in enumerate(found.blocks)
+            ]
+
+    def overlaps(self, at: int) -> dict[int, Overlap]:
+        """Of each block of a sweep, as `overlaps` has it."""
+        row = self.found.blocks[at]
+        if not self.carried:
+            return overlaps(self.graph, row, self.fine)
+        sweep, count, made = self.carried[at], prod(self.tiles), {}
+        for i in row:
+            name = sweep.image(i)
+            made[i] = Overlap(sweep.largest(name), sweep.all_of(name) * count)
+        return made
 
     def stored_too(self, names: Iterable[str]) -> None:
         """Of what sweeps hand each other; of what leaves the stage, that was decided."""
@@ -292,7 +341,8 @@ class _Memory:
         """Bytes that patches read and write of stores, forward and backward."""
         written = sum(self.bytes(n) for n in self.in_store if n in self.found.made)
         read = sum(self.bytes(n) * len(self.found.read.get(n, ())) for n in self.in_store)
-        return read + written, 3 * read + written
+        halos = 2 * self.halos()  # there and back
+        return read + written + halos, 3 * read + written + 1.5 * halos
 
     def _image(self, name: str) -> bool:
         i = self.graph.producer[name]
@@ -305,7 +355,16 @@ class _Memory:
 
     def activations(self) -> float:
         kept = (*self.received, *self.stored, *self.ends)
-        return sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
+        whole = sum(self.bytes(n) for n in dict.fromkeys(kept) if n not in self.in_store)
+        return whole + (0 if self.halos_stored else self.halos())
+
+    def hands_on(self, at: int) -> bool:
+        """Whether patches of a sweep carry anything, so that they run forward."""
+        return bool(self.carried) and self.carried[at].halos > 0
+
+    def halos(self) -> float:
+        """Of all patches that carry."""
+        return sum(sweep.halos for sweep in self.carried)
 
     def temporary(self) -> float:
         """The most beyond these: a patch, gradients, without what later sweeps needed."""
@@ -325,11 +384,25 @@ class _Memory:
                 for n in self.stored
                 if found.read[n][0] > at and n not in self.in_store
             )
+            if not self.halos_stored:
+                freed += sum(sweep.halos for sweep in self.carried[at + 1 :])
             again = [i for i in row if not self._measured(at, i)]
-            patch = workspace(self.graph, again, self.fine, self.in_store) + self._boxes(at, row)
+            patch = self._patch(at, again) + self._boxes(at, row)
             patch += self._loss(at) + self._weights(row)
             most = max(most, patch + gradients - freed)
         return most
+
+    def _patch(self, at: int, again: Sequence[int]) -> float:
+        """What backward keeps for the largest patch of a sweep."""
+        if not self.carried:
+            return workspace(self.graph, again, self.fine, self.in_store)
+        sweep = self.carried[at]
+        sizes = saved_storages(self.graph, again, self.in_store)
+        return max(
+            sum(size * sweep.share(name or sweep.image(i), place) for i, name, size in sizes)
+            + (sweep.beyond_store(place) if self.halos_stored else sweep.beyond(place))
+            for place in sweep.places
+        )
 
     def _weights(self, row: Sequence[int]) -> float:
         """The gradient that one of several patches makes of the largest weight, before it is added
@@ -372,7 +445,7 @@ class _Memory:
         for name in self.compared:
             if self.found.made[name] == at:
                 value = self.graph.value[name]
-                largest = _overlap(value, self.fine, [0.0] * len(self.fine)).largest
+                largest = self._own(at, name)
                 cells = prod(value.shape) / max(value.shape[1], 1)
                 found += largest * (value.bytes + TARGET * cells)
         return found
@@ -387,8 +460,14 @@ class _Memory:
             if readers and at in self.found.read.get(name, ()):
                 around = [reaches[i][1] for i in readers]
                 largest = max(_overlap(value[name], self.fine, one).largest for one in around)
+                largest = self.carried[at].largest(name) if self.carried else largest
                 found += value[name].bytes * largest * (1 + value[name].grad)
             if self.found.made.get(name) == at and value[name].grad:
-                own = _overlap(value[name], self.fine, [0.0] * len(self.fine)).largest
-                found += value[name].bytes * own
+                found += value[name].bytes * self._own(at, name)
         return found
+
+    def _own(self, at: int, name: str) -> float:
+        """The part of a value that the largest patch gives to it."""
+        if self.carried:
+            return self.carried[at].largest(name)
+        return _overlap(self.graph.value[name], self.fine, [0.0] * len(self.fine)).largest

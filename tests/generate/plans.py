@@ -60,6 +60,8 @@ def _patches(options: Options, dims: int) -> Options:
         found["stream"] = tuple(r.choice(GRIDS[dims]) for _ in options["spatial"])
     if "stream" in (options | found) and r.random() < 0.3:
         found["offload"] = (f"values:{r.choice(('host', 'disk'))}",)
+    if "stream" in (options | found) and r.random() < 0.4:
+        found["stream_halo"] = "carry"
     return found
 
 

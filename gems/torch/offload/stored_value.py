@@ -42,7 +42,7 @@ class ValueStore:
     def __init__(self, store: Store, device: torch.device) -> None:
         self.store, self.device = store, device
         self.lock = threading.Lock()
-        self.given_up: deque[tuple[Slot, list[_Write]]] = deque()
+        self.given_up: deque[tuple[Slot, list[PendingWrite]]] = deque()
 
     @property
     def used(self) -> int:
@@ -66,7 +66,7 @@ class ValueStore:
             self._free()
             return self.store.slot(size)
 
-    def give_up(self, slot: Slot, pending: list[_Write]) -> None:
+    def give_up(self, slot: Slot, pending: list[PendingWrite]) -> None:
         """Nobody can ask for it any more. A garbage collection may come in the middle of anything,
         on any thread, so that this takes no lock and waits for nothing."""
         self.given_up.append((slot, pending))
@@ -97,7 +97,7 @@ class _Panel:
             yield first, start
 
 
-class _Write:
+class PendingWrite:
     """A write in the background, with the memory that it reads."""
 
     def __init__(self, work: Work, buffer: Tensor) -> None:
@@ -133,7 +133,7 @@ class StoredValue:
             at += panel.box.size * itemsize
         self.nbytes = at
         self.slot = values.slot(at)
-        self.pending: list[_Write] = []
+        self.pending: list[PendingWrite] = []
         weakref.finalize(self, values.give_up, self.slot, self.pending).atexit = False
 
     def __repr__(self) -> str:
@@ -227,7 +227,7 @@ class StoredValue:
     def _store(self, panel: _Panel, inside: Box, buffer: Tensor) -> None:
         a, b = inside.start[self.first], inside.stop[self.first]
         work = self.slot.write(buffer.view(-1), panel.at + a * self._row_bytes(panel))
-        self.pending.append(_Write(work, buffer))
+        self.pending.append(PendingWrite(work, buffer))
         panel.written[a:b] = b"\1" * (b - a)
 
 

@@ -185,8 +185,9 @@ class PartitionedModel:
         """A streamed stage: each patch of each tile from its boxes of what enters."""
         calls, sent = self.calls(stage), self.sent(stage)
         patches, entering = self._entering_patches(stage, patches)
+        record, carry = self.trace.record, self.plan.activations[stage].carries
         return lay_out_stage(
-            stage, self.trace.record, self.model, calls, entering, self.draws, sent, patches
+            stage, record, self.model, calls, entering, self.draws, sent, patches, carry=carry
         )
 
     def lay_out_loss(
@@ -195,9 +196,12 @@ class PartitionedModel:
     ) -> StreamLayout:  # fmt: skip
         """The last stage with the calls of a loss, which gives `value`, behind its own."""
         stage = self.plan.depth - 1
-        patches, entering = self._entering_patches(stage, self.plan.activations[stage].patches)
-        calls = [*self.calls(stage), *calls]
-        return lay_out_patches(record, model, calls, entering, draws, [value], patches, targets)
+        policy, calls = self.plan.activations[stage], [*self.calls(stage), *calls]
+        patches, entering = self._entering_patches(stage, policy.patches)
+        carry, sent = policy.carries, [value]
+        return lay_out_patches(
+            record, model, calls, entering, draws, sent, patches, targets, carry=carry
+        )
 
     def _entering_patches(
         self, stage: int, patches: tuple[int, ...]

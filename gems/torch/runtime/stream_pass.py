@@ -18,6 +18,7 @@ from gems.model.graph import ITEMSIZE
 from gems.torch.autograd.saved_tensors import Saved, unpacked
 from gems.torch.autograd.split_backward import receive
 from gems.torch.offload.stored_value import StoredValue
+from gems.torch.runtime.carried_halos import Halos
 from gems.torch.runtime.stream_code import StreamCode, inside
 from gems.torch.runtime.sweep import Patch, Receive, Swept
 from gems.torch.spatial.halo_exchange import HaloExchange
@@ -44,6 +45,7 @@ class Pass:
         self.sums: dict[str, Any] = {}  # gradients so far
         self.late = stream.late if saves else None  # the sweep that is left to backward
         self.loss: Tensor | None = None  # what it came to
+        self.halos: dict[int, Halos] = {}  # of each sweep, until its patches have run
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -59,6 +61,7 @@ class Pass:
         if self.saves:
             tensors = [x for x in map(_tensor, self.saved.values()) if x is not None]
             stream.bytes = sum({storage_of(x): x.nbytes for x in tensors if x.numel()}.values())
+            stream.bytes += sum(halos.bytes for halos in self.halos.values())
         self.values.clear()
         self.given = {n: x for n, x in self.given.items() if n in stream.own and self.saves}
         return {n: x if isinstance(x, StoredValue) else x.detach() for n, x in outputs.items()}
@@ -94,10 +97,13 @@ class Pass:
             else:
                 x[inside(box, stream.frames[name]).slices()] = part
 
+        halos = self.halos[at] = Halos(self.saves, stream.store if swept.carrying else None)
         if at != self.late:
-            swept.forward(self._begin, write, made)
-        elif stream.early is not None:
-            stream.early.forward(self._begin, write, made)
+            swept.forward(self._begin, write, made, halos)
+        elif swept.carrying:
+            swept.hand_on(self._begin, halos)
+        if at == self.late and stream.early is not None:
+            stream.early.forward(self._begin, write, made, Halos(False))
         _join(stream, made)
         for name, x in made.items():
             self.values[name] = self._with_halo(name, x)
@@ -165,16 +171,17 @@ class Pass:
         if gradients or at == self.late:
             late = [n for n in swept.outputs if at == self.late]
             sums = {n: stream.empty(n) for n in late}
-            self._run_back(swept, gradients, self._receive, sums)
+            self._run_back(swept, gradients, self._receive, sums, self.halos.pop(at))
             if sums:
                 _join(stream, sums)
                 self.loss = _finished(stream, at, sums)
         self._forget(at, swept.inputs)
 
     def _run_back(
-        self, swept: Swept, gradients: Gradients, receive: Receive, sums: dict[str, Tensor]
-    ) -> None:
-        stream = self.stream
+        self, swept: Swept, gradients: Gradients, receive: Receive, sums: dict[str, Tensor],
+        halos: Halos,
+    ) -> None:  # fmt: skip
+        stream, carried = self.stream, halos.bytes
         for name in swept.inputs:
             if name in self.saved and name not in self.values:
                 x = self.saved[name]
@@ -189,7 +196,7 @@ class Pass:
         sizes = partial(_boxes, stream, self.wants, swept)
         most = swept.backward(
             self._begin, receive, gradient, gradients.keys(), self.known, stream.around,
-            uncounted, sizes, sums,
+            uncounted, sizes, sums, halos,
         )  # fmt: skip
         held = [g for parts in gradients.values() for g, _ in parts]
         held += [*self.sums.values(), *self.arrived.values()]
@@ -197,6 +204,7 @@ class Pass:
         if prod(stream.layout.patches) > 1:  # one's gradient is added to that of those before
             size += max((p.nbytes for p in stream.trained(swept.laid.calls)), default=0)
         stream.temporary = max(stream.temporary, size)
+        self.freed += carried
 
     def _measure_back(
         self, at: int, measuring: Swept, gradients: Gradients, arrived: Mapping[str, Tensor]
@@ -219,7 +227,7 @@ class Pass:
             return receive(x, lambda gradient: add(name, gradient, box))
 
         if moments:
-            self._run_back(measuring, moments, receive_box, {})
+            self._run_back(measuring, moments, receive_box, {}, Halos(True))
         self._forget(at, measuring.inputs)
 
     def _forget(self, at: int, names: Sequence[str]) -> None:

@@ -73,7 +73,8 @@ def handed_on(
 
 def lay_out_stage(
     stage: int, record: Record, model: nn.Module, calls: Sequence[Call],
-    entering: Mapping[str, Layout], draws: Draws, sent: Sequence[str], patches: Shape,
+    entering: Mapping[str, Layout], draws: Draws, sent: Sequence[str], patches: Shape, *,
+    carry: bool,
 ) -> StreamLayout:  # fmt: skip
     """The sweeps of a stage; raises what to change in the plan if patches cannot pass it."""
     axes = len(patches)
@@ -86,7 +87,7 @@ def lay_out_stage(
             "grid with as many axes as the images have, or let fewer stages stream"
         )
     try:
-        return lay_out_patches(record, model, calls, entering, draws, sent, patches)
+        return lay_out_patches(record, model, calls, entering, draws, sent, patches, carry=carry)
     except CallNotTileable as error:
         names = [call.name for call in calls]
         at = names.index(error.call.name)

@@ -17,6 +17,10 @@ Tensor = torch.Tensor
 class SpatialGroup(Members):
     """The members of a stage on tiles, and their collectives."""
 
+    def channel(self, call: str, value: str, number: int) -> SpatialGroup:
+        """The group for one of a call's exchanges of a value. Ranks match messages by order."""
+        return self
+
     def exchange(
         self, parts: Mapping[int, Sequence[Tensor]], counts: Mapping[int, int], like: Tensor
     ) -> tuple[dict[int, Tensor], Work]:

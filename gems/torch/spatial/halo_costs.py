@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,11 @@ from torch import nn
 
 from gems.geometry.box import moves
 from gems.geometry.layout import Layout, even
-from gems.model.graph import ITEMSIZE, Graph
+from gems.geometry.window import line
+from gems.model.graph import ITEMSIZE, Flow, Graph
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out
 from gems.torch.spatial.patch_layout import joined, unstreamable
+from gems.torch.spatial.rule import OWN
 from gems.torch.spatial.unread_calls import blind
 from gems.torch.tensors.rng import Draws
 from gems.torch.tracing.calls import Call
@@ -38,8 +40,10 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
     reach = streams = len(graph.blocks) if dims > 0 else 0
     tiled: set[int] = set()
     joins: dict[int, int] = {}
+    layouts: list[StageLayout] = []
     for dim in range(dims):
         laid, stop = _two_tiles(traced, model, dim - dims)
+        layouts.append(laid)
         reach = min(reach, reach if stop is None else block_of[stop])
         for at, (call, rule) in enumerate(zip(laid.calls, laid.rules, strict=True)):
             block = block_of[call.name]
@@ -53,6 +57,7 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             if unstreamable(call, rule) is not None:
                 streams = min(streams, block)
             sums[block] = max(sums.get(block, 0), NUMBER * rule.sums if rule else 0)
+    flows = _flows(layouts, block_of)
     blocks = tuple(
         replace(
             b,
@@ -65,11 +70,38 @@ def with_halos(traced: Trace, model: nn.Module) -> Graph:
             streams=i < min(streams, reach),
             tiled=i in tiled,
             joins=joins.get(i, 0),
+            flows=tuple(flows[i]),
             blind=_blind(traced.calls(i), model),
         )
         for i, b in enumerate(graph.blocks)
     )
     return replace(graph, blocks=blocks)
+
+
+def _flows(layouts: Sequence[StageLayout], block_of: Mapping[str, int]) -> dict[int, list[Flow]]:
+    """How each block's calls on the image read it, of layouts over one dim each."""
+    found: dict[int, list[Flow]] = defaultdict(list)
+    for alike in zip(*(zip(x.calls, x.ops, x.rules, strict=True) for x in layouts), strict=False):
+        (call, op, first), rules = alike[0], [rule for _, _, rule in alike]
+        if first is None or any(rule is None for rule in rules):
+            continue
+        names = [n for n in first.windows if all(n in rule.windows for rule in rules if rule)]
+        writes = tuple(n for n in first.outs if all(n in rule.outs for rule in rules if rule))
+        lengths = {
+            name: tuple(x.layouts[name].shape[x.layouts[name].dims[0]] for x in layouts)
+            for name in (*names, *writes)
+        }
+        reads = []
+        for name in names:
+            windows = [rule.windows[name] for rule in rules if rule]
+            if any(w == OWN for w in windows) or not writes:
+                reads.append((name, None))
+                continue
+            pairs = zip(windows, lengths[name], lengths[writes[0]], strict=True)
+            reads.append((name, tuple(line(w, n, m) for (w,), n, m in pairs)))
+        sizes = tuple((name, n, op.values[name].bytes) for name, n in lengths.items())
+        found[block_of[call.name]].append(Flow(tuple(reads), writes, sizes))
+    return found
 
 
 def _blind(calls: Sequence[Call], model: nn.Module) -> int:

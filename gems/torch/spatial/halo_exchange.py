@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gems.geometry.box import Box, Move, moves
+from gems.geometry.box import Box, Move, moves_of
 from gems.torch.spatial.group import SpatialGroup
 from gems.torch.tensors.strides import dense_like
 from gems.transport.protocol import Work
@@ -68,8 +68,8 @@ class HaloExchange:
         self.group, self.fill = group, fill
         self.have, self.frame = have[group.me], tuple(frame)
         self.at = list(at)
-        found = [(k, move) for k, boxes in enumerate(want) for move in moves(have, boxes)]
         me = group.me
+        found = [(k, m) for k, boxes in enumerate(want) for m in moves_of(me, have, boxes)]
         self.sends: dict[int, list[Box]] = {}
         self.receives: dict[int, list[Box]] = {}
         self.copies: list[tuple[Box, Box]] = []

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from gems.geometry.layout import Layout, Spans, clip, hulls, nested, together
 from gems.model.graph import Value
 from gems.model.sweeps import Step, assign
+from gems.torch.spatial.carried_layout import exchanged, lay_out_carried
 from gems.torch.spatial.op import Op, Run
 from gems.torch.spatial.partition import CallNotTileable, StageLayout, lay_out, widen
 from gems.torch.spatial.rule import OWN, Rule, Split
@@ -75,6 +76,7 @@ class StreamLayout:
     calls that the stage adds to those of the model, `added` the values of which every patch has a
     summand, and `moments` those of them that are merged as such. `early` gives summands of a sweep
     before it runs (`Split`); `measuring` are the moments of values that the sweep itself makes.
+    Patches that `carry` hand on what later ones read, instead of computing it again.
     """
 
     record: Record
@@ -87,6 +89,7 @@ class StreamLayout:
     finish: dict[str, Run] = field(default_factory=dict)  # what added calls run, by name
     early: dict[int, Sweep] = field(default_factory=dict)
     measuring: dict[int, Sweep] = field(default_factory=dict)
+    carry: bool = False
 
     def tiled(self, wanted: Iterable[str]) -> dict[str, Layout]:
         """What each rank has of every tiled value that lives longer than a sweep, over the axes of
@@ -140,8 +143,11 @@ def lay_out_patches(
     wanted: Iterable[str],
     patches: Sequence[int] | None = None,
     given: Mapping[str, Layout] | None = None,
+    *,
+    carry: bool = False,
 ) -> StreamLayout:
-    """How `calls` run if every patch is computed from what enters each sweep.
+    """How `calls` run if every patch is computed from what enters each sweep; if patches `carry`,
+    also from halos of the patches before it.
 
     `entering` are tiles, which are divided into `patches` each; or patches already, as those that
     are `given` are.
@@ -157,7 +163,7 @@ def lay_out_patches(
             raise CallNotTileable(call, op.name, why)
     _reject_changing_buffers(laid)
     layouts = {name: replace(x, have=x.own) for name, x in laid.layouts.items()}
-    found = StreamLayout(record, tiles, parts, layouts, [])
+    found = StreamLayout(record, tiles, parts, layouts, [], carry=carry)
     wanted = set(wanted)
     _Sorter(found, laid).sort(wanted)
     for at, sweep in enumerate(found.sweeps):
@@ -306,6 +312,10 @@ def _swept(found: StreamLayout, sweep: Sweep, later: set[str]) -> StageLayout:
     read = {name for call in sweep.calls for name in call.reads}
     layouts = {n: x for n, x in found.layouts.items() if n in made or n in read}
     laid = StageLayout(sweep.calls, sweep.ops, sweep.rules, layouts)
+    if found.carry:
+        laid = lay_out_carried(laid, found.patches, later)
+        laid.added = found.added & made
+        return laid
     entering = {n for n in layouts if n not in made}
     widen(laid, entering, set(), len(sweep.calls) + 1, made & later)
     laid.added = found.added & made
@@ -315,11 +325,11 @@ def _swept(found: StreamLayout, sweep: Sweep, later: set[str]) -> StageLayout:
 
 def alike(laid: StageLayout) -> tuple[tuple[int, ...], ...]:
     """A number for each position along each axis of the grid: the same where all boxes are alike,
-    each seen from the first cell that a patch there has of the value."""
+    each seen from the first cell that a patch there has of the value, and what is exchanged."""
     layouts = laid.layouts
     found = []
     for axis, places in enumerate(next(iter(layouts.values())).own if layouts else ()):
-        numbers: dict[tuple[int, ...], int] = {}
+        numbers: dict[tuple[Any, ...], int] = {}
         numbered = []
         for at in range(len(places)):
             spans = [(x.have[axis][at][0], x.have[axis][at]) for x in layouts.values()]
@@ -329,6 +339,7 @@ def alike(laid: StageLayout) -> tuple[tuple[int, ...], ...]:
                 first = layout.have[axis][at][0]
                 spans += [(first, want), (first, clip(want, layout.shape[layout.dims[axis]]))]
             key = tuple(n - first for first, span in spans for n in span)
+            key = (key, *exchanged(laid, axis, at))
             numbered.append(numbers.setdefault(key, len(numbers)))
         found.append(tuple(numbered))
     return tuple(found)

@@ -18,10 +18,10 @@ from gems.geometry.layout import Layout
 from gems.geometry.window import Same, Window
 from gems.torch.spatial.computed_weights import plain_type
 from gems.torch.spatial.op import Op, Run
+from gems.torch.spatial.tile import OWN as OWN
 from gems.torch.spatial.tile import Tile
 
 Tensor = torch.Tensor
-OWN = ()  # instead of windows: every rank reads its own cells, wherever the result is wanted
 
 
 @dataclass(frozen=True)

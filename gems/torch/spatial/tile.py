@@ -22,6 +22,7 @@ from gems.torch.spatial.saved_tiles import SavedTiles
 from gems.torch.tracing.calls import Call, Ref, is_placeholder
 
 Tensor = torch.Tensor
+OWN = ()  # instead of windows: every rank reads its own cells, wherever the result is wanted
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Tile:
     layouts: Mapping[str, Layout]  # of all values, with the cells that ranks really have
     wants: Mapping[str, Spans]  # of the tiled inputs, beyond the border of the image too
     context: ForwardContext
+    exchanges: dict[str, int] = field(default_factory=dict)  # of each input, so far
 
     @property
     def call(self) -> Call:
@@ -55,7 +57,16 @@ class Tile:
         return self.layouts[name or self.outs[0]].boxes()[self.group.me]
 
     def own(self, name: str) -> Box:
-        return self.layouts[name].own_boxes()[self.group.me]
+        """The cells of a value that are this rank's to sum over."""
+        layout = self.layouts[name]
+        if self.windows.get(name) == OWN:
+            return layout.boxes(self.wants[name])[self.group.me]
+        return layout.own_boxes()[self.group.me]
+
+    def channel(self, name: str) -> SpatialGroup:
+        """The group for the next exchange of an input."""
+        self.exchanges[name] = number = self.exchanges.get(name, 0) + 1
+        return self.group.channel(self.call.name, name, number)
 
     def wanted(self, name: str) -> Box:
         """This rank's box of an input, within the image."""
@@ -77,7 +88,7 @@ class Tile:
         frame, at = self._frame(x.name, want[self.group.me], fill is not None)
         if all(w in h for w, h in zip(want, have, strict=True)):
             return self._local(have[self.group.me], want[self.group.me], frame, at, fill or 0.0)
-        exchange = HaloExchange(self.group, have, [want], [at], frame, fill or 0.0)
+        exchange = HaloExchange(self.channel(x.name), have, [want], [at], frame, fill or 0.0)
         return self.exchanged(exchange)
 
     def exchanged(self, exchange: HaloExchange) -> Callable[[Tensor], Tensor]:

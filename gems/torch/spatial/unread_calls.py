@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,16 @@ def blind(call: Call, model: nn.Module) -> int:
     return 1 if kind in CONVOLUTIONS else 2 if kind in SUMS else 0
 
 
-def unread(calls: Sequence[Call], model: nn.Module) -> frozenset[str]:
+def unread(
+    calls: Sequence[Call], model: nn.Module, looking: Set[str] = frozenset()
+) -> frozenset[str]:
     """The convolutions whose results backward does not look at, nor do calls between them and the
-    end: only sums do."""
+    end: only sums do, and none of those `looking` at what they read."""
     found, read = set(), set[str]()
     for call in reversed(calls):
         kind, seen = blind(call, model), not read.isdisjoint(call.writes)
         if kind == 1 and not seen:
             found.add(call.name)
-        if kind != 2 or seen:
+        if kind != 2 or seen or call.name in looking:
             read.update((*call.reads, *call.overwrites, *(old for old, _ in call.mutates)))
     return frozenset(found)

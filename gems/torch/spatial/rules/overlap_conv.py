@@ -193,7 +193,7 @@ def overlapped(
     inside = _interior(layout, windows, own, out)
     if inside is None:
         return None
-    exchange = HaloExchange(tile.group, have, [want], [Box.whole(mine.shape)], mine.shape)
+    exchange = HaloExchange(tile.channel(name), have, [want], [Box.whole(mine.shape)], mine.shape)
     boxes = [box.shift(mine.start) for box in exchange.received]
     rest = out.without(inside)
     edges = [_edge_outputs(box, _reads(layout, windows, box), boxes, out) for box in rest]
