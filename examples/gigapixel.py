@@ -5,8 +5,10 @@
 One step of a U-Net or a ResNet-110-v2 with BatchNorm in training mode, patch by patch, with what
 its sweeps hand each other in a file on disk (docs/memory.md, "Values in a store"); with more ranks,
 each has rows of the image. Image and labels are computed box by box, as a slide would be read.
-Another process watches how much memory this one holds: that depends on --patch, and not on --side.
-Prints what plain PyTorch would save for backward, and what was held; --curve draws it over time.
+--norm none takes the U-Net without BatchNorm, which hands nothing on, and needs no file; --halo
+carry lets patches hand on halos instead of computing them again. Another process watches how much
+memory this one holds: that depends on --patch, and not on --side. Prints what plain PyTorch would
+save for backward, and what was held; --curve draws it over time.
 """
 
 from __future__ import annotations
@@ -68,18 +70,24 @@ class Waves:
 def network(given: argparse.Namespace) -> tuple[nn.Module, object]:
     """The model, and what its loss compares with: a class per pixel, or one of the image."""
     if given.model == "unet":
-        unet = models.build("unet", width=given.width, levels=3)
+        unet = models.build("unet", width=given.width, levels=3, norm=given.norm)
         return unet, Waves(given.side, labels=True)
     resnet = models.build("resnet_v2", depth=given.depth, num_classes=2)
     return resnet, torch.zeros(1, dtype=torch.int64)
 
 
-def planned(side: int, patch: int, ranks: int) -> gems.Plan:
+def planned(given: argparse.Namespace, ranks: int) -> gems.Plan:
     """One rank has the image, or several have rows of it; each its patches one by one."""
-    stored = {"schedule": "sequential", "offload": "values:disk"}
-    down, across = max(side // patch // ranks, 1), max(side // patch, 1)
-    tiles = {} if ranks == 1 else {"spatial": (ranks, 1)}
-    return gems.Plan(stages=1, stream=(down, across), **tiles, **stored)
+    across = max(given.side // given.patch, 1)
+    one_sweep = given.model == "unet" and given.norm == "none"
+    return gems.Plan(
+        stages=1,
+        schedule="sequential",
+        stream=(max(across // ranks, 1), across),
+        stream_halo=given.halo,
+        spatial=() if ranks == 1 else (ranks, 1),
+        offload=() if one_sweep and given.halo == "recompute" else "values:disk",
+    )
 
 
 def measured(step: Callable[[], gems.Step]) -> tuple[gems.Step, list[tuple[float, float]]]:
@@ -108,6 +116,8 @@ def main() -> None:
     options.add_argument("--side", type=int, default=256)
     options.add_argument("--patch", type=int, default=64)
     options.add_argument("--width", type=int, default=4, help="of the U-Net")
+    options.add_argument("--norm", choices=("batch", "none"), default="batch", help="its")
+    options.add_argument("--halo", choices=("recompute", "carry"), default="recompute")
     options.add_argument("--depth", type=int, default=110, help="of the ResNet")
     options.add_argument("--folder", default=None, help="for the file; default: TMPDIR")
     options.add_argument("--curve", type=Path, help="SVG of memory over time, of rank 0")
@@ -116,7 +126,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, labels = network(given)
     image = Waves(given.side)
-    plan = planned(given.side, given.patch, int(os.environ.get("WORLD_SIZE", "1")))
+    plan = planned(given, int(os.environ.get("WORLD_SIZE", "1")))
     sample = torch.empty(image.shape, device="meta")
     trainer = gems.Trainer(
         model,

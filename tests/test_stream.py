@@ -80,15 +80,19 @@ def network(number: int) -> Plain:
 
 
 def amplified(plain: Plain) -> bool:
-    """Whether rounding of the input is multiplied beyond what is compared: a norm of what is
-    constant divides by the root of its eps; a maximum chooses among what is equal."""
+    """Whether rounding of inputs and parameters is multiplied beyond what is compared: a norm of
+    what is constant divides by the root of its eps; a maximum chooses among what is equal; a kink
+    is where the result of a norm is zero."""
     draw = torch.Generator().manual_seed(0)
 
     def seen(rounding: float) -> Seen:
         inputs = (x.detach() for x in plain.inputs)
         noise = (1 + rounding * torch.randn(x.shape, generator=draw).double() for x in plain.inputs)
         nudged = (x * n.to(x.dtype) for x, n in zip(inputs, noise, strict=True))
-        return Plain(plain.model, *nudged, keyed=True).seen
+        model = copy.deepcopy(plain.model)
+        for p in model.parameters():
+            p.data += rounding * torch.randn(p.shape, generator=draw).to(p.dtype)
+        return Plain(model, *nudged, keyed=True).seen
 
     same, others = seen(0), [seen(4e-16) for _ in range(4)]
     pairs = [(x.outputs, same.outputs) for x in others]
