@@ -59,6 +59,21 @@ CHARTS = {
                 "stream 4x4, 3 stages": Plan(**ALONE, stages=4, stream=((4, 4),) * 3),
                 "stream 4x4, 6 stages": Plan(**ALONE, stages=7, stream=((4, 4),) * 6),
                 "stream 8x8, 6 stages": Plan(**ALONE, stages=7, stream=((8, 8),) * 6),
+                "stream 4x4, all": Plan(**ALONE, stream="4x4"),
+                "stream 4x4, all, carry": Plan(**ALONE, stream="4x4", stream_halo="carry"),
+                "stream 12x1, all": Plan(**ALONE, stream="12x1"),
+                "stream 12x1, all, carry": Plan(**ALONE, stream="12x1", stream_halo="carry"),
+            },
+            "streams, values on disk": {
+                "stream 4x4, 6 stages, values": Plan(
+                    **ALONE, stages=6, stream=((4, 4),) * 6, offload="values:disk"
+                ),
+                "stream 8x8, 6 stages, values": Plan(
+                    **ALONE, stages=6, stream=((8, 8),) * 6, offload="values:disk"
+                ),
+                "stream 12x1, carry, halos": Plan(
+                    **ALONE, stream="12x1", stream_halo="carry", offload="values:disk"
+                ),
             },
             "puts away, on disk": {
                 "stash of 16 stages": Plan(**APART, stages=16, offload="activations:disk"),
@@ -135,6 +150,19 @@ CHARTS = {
                 "tiles 2x2": Plan(schedule="sequential", spatial=((2, 2),), micro_batches=M),
                 "tiles 2x2, auto, 1/8": Plan(
                     schedule="sequential", spatial=((2, 2),), micro_batches=M, recompute="auto"
+                ),
+                "tiles 2x2, stream 2x2": Plan(
+                    schedule="sequential", spatial="2x2", stream="2x2", micro_batches=M
+                ),
+                "tiles 2x2, stream, values": Plan(
+                    stages=3,
+                    ranks=4,
+                    placement=((0, 1, 2, 3),) * 3,
+                    schedule="sequential",
+                    spatial=((2, 2),) * 3,
+                    stream=((2, 2),) * 3,
+                    offload="values:disk",
+                    micro_batches=M,
                 ),
             },
         },
