@@ -62,7 +62,7 @@ OTHERS = {
     "--nnodes",
     "--master-addr",
     "--cases",
-    *("--side", "--patch", "--curve"),  # of examples/gigapixel.py
+    *("--side", "--patch", "--curve", "--norm"),  # of examples/gigapixel.py
     *("--export-all", "--hostfile"),  # of mpirun_rsh
     *("--halo-len", "--in-channels", "--out-channels", "--iterations", "--warmup"),  # of MPI4DL
     *("--enable-dp", "--dp-per-node", "--mem-per-process", "--unet-b", "--unet-c"),
