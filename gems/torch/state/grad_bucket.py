@@ -60,14 +60,15 @@ class BucketMemory:
     """Memory of a stage's bucket from step to step, on CPUs: for GPUs torch keeps what is freed."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[int, Kind, int], tuple[Tensor, int]] = {}
+        self.held: dict[tuple[int, Kind], tuple[Tensor, int]] = {}
 
     def zeros(self, number: int, kind: Kind, size: int) -> Tensor:
         """Zeros for a chunk, or the rest: what it had before, unless somebody still holds a
         gradient there."""
-        key = number, kind, size
-        found, alone = self.held.get(key, (None, 0))
-        if found is not None and references(found) <= alone:
+        key = number, kind
+        found, alone = self.held.pop(key, (None, 0))
+        if found is not None and found.numel() == size and references(found) <= alone:
+            self.held[key] = found, alone
             return found.zero_()
         found = torch.zeros(size, dtype=kind[0], device=kind[1])
         if kind[1].type == "cpu":
